@@ -1,0 +1,116 @@
+"""What a recorded call keeps so that it can be made again (contract C3)."""
+
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import torch
+
+from segcapture.structure import rebuild, walk
+
+
+class Live:
+    """An argument of an eager break that is asked anew at each call.
+
+    `attention(q, k, Live(lambda: ctx.step))` passes the value that `ctx.step` has at capture, at
+    each replay, and in a plain call outside of a capture. Everything else that is not a tensor or a
+    mutable object is frozen at capture.
+
+    Args:
+        fn: A function of no arguments.
+
+    Raises:
+        TypeError: `fn` is not callable.
+    """
+
+    def __init__(self, fn: Callable[[], Any]) -> None:
+        if not callable(fn):
+            raise TypeError(f"Live takes a function of no arguments, got {fn!r}")
+        self.fn = fn
+
+    def __repr__(self) -> str:
+        return f"Live({getattr(self.fn, '__qualname__', self.fn)})"
+
+
+def _ask(value: Any) -> Any:
+    return value.fn() if type(value) is Live else value
+
+
+def resolve(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with each `Live` (at top level or in a tuple) replaced by its value of now."""
+    return (
+        tuple(rebuild(value, _ask) for value in args),
+        {key: rebuild(value, _ask) for key, value in kwargs.items()},
+    )
+
+
+def has_live(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether any argument is a `Live`, at top level or in a tuple."""
+    return any(
+        type(value) is Live or (isinstance(value, tuple) and has_live(value, {}))
+        for value in (*args, *kwargs.values())
+    )
+
+
+@attrs.frozen(eq=False)
+class Call:
+    """A function and the arguments of a break, as they are used at replay."""
+
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    live: bool
+
+    @classmethod
+    def record(
+        cls,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        alias: Callable[[torch.Tensor], torch.Tensor | None],
+    ) -> "Call":
+        """Keep a call. `alias` gives the non-owning alias of a tensor, or None to keep it strongly."""
+        aliases: dict[int, torch.Tensor] = {}
+
+        def keep(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return value
+            if id(value) not in aliases:
+                made = alias(value)
+                aliases[id(value)] = value if made is None else made
+            return aliases[id(value)]
+
+        return cls(
+            fn,
+            tuple(rebuild(value, keep) for value in args),
+            {key: rebuild(value, keep) for key, value in kwargs.items()},
+            has_live(args, kwargs),
+        )
+
+    def invoke(self) -> Any:
+        """Call the function again."""
+        if not self.live:
+            return self.fn(*self.args, **self.kwargs)
+        args, kwargs = resolve(self.args, self.kwargs)
+        return self.fn(*args, **kwargs)
+
+    def references_to(self, tensor: torch.Tensor) -> int:
+        """How many references to this very tensor object the call itself keeps."""
+
+        def count(value: Any) -> int:
+            if type(value) is tuple or hasattr(value, "_fields"):
+                return sum(count(item) for item in value)
+            return int(value is tensor)
+
+        return count(self.args) + count(tuple(self.kwargs.values()))
+
+    def frozen(self) -> list[str]:
+        """The plain Python values that capture froze, as `name=value`."""
+        named = [(f"args[{i}]", value) for i, value in enumerate(self.args)]
+        found = []
+        for name, value in [*named, *self.kwargs.items()]:
+            for node in walk(value) if isinstance(value, tuple) else walk(value)[:1]:
+                plain = isinstance(node.value, bool | int | float | complex | str | bytes | torch.dtype)
+                if plain:
+                    found.append(f"{name}{node.path.removeprefix('out')}={node.value!r}")
+        return found

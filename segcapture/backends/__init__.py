@@ -1,0 +1,72 @@
+"""Where segments come from: CUDA graphs, or tapes where there is no GPU (and in debug mode)."""
+
+import warnings
+from typing import Any
+
+import torch
+
+from segcapture.backends.base import Backend
+
+_warned = False
+
+
+def make_backend(
+    device: torch.device | str | int | None,
+    *,
+    debug: bool,
+    pool: Any,
+    stream: Any,
+    execute: bool,
+    capture_error_mode: str,
+    generators: tuple[torch.Generator, ...],
+) -> Backend:
+    """The backend for a device, or for the best one there is."""
+    chosen = _device(device)
+    if capture_error_mode not in ("thread_local", "global", "relaxed"):
+        raise ValueError(
+            f"capture_error_mode={capture_error_mode!r} is unknown: choose one of 'thread_local', "
+            f"'global', 'relaxed'"
+        )
+    if debug or chosen.type != "cuda":
+        from segcapture.backends.emulated import EmulatedBackend
+
+        return EmulatedBackend(chosen, pool=pool, stream=stream, execute=execute)
+    from segcapture.backends.cuda import CudaBackend
+
+    return CudaBackend(
+        chosen,
+        pool=pool,
+        stream=stream,
+        execute=execute,
+        capture_error_mode=capture_error_mode,
+        generators=generators,
+    )
+
+
+def _device(device: torch.device | str | int | None) -> torch.device:
+    """The device asked for, with its index."""
+    if device is None:
+        if not torch.accelerator.is_available():
+            _warn_once()
+            return torch.device("cpu")
+        device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    chosen = torch.device(device)
+    if chosen.type == "cpu":
+        return torch.device("cpu")
+    if chosen.type != "cuda":
+        raise ValueError(f"device must be a CUDA device or the CPU, got {chosen}")
+    if chosen.index is None:
+        chosen = torch.device("cuda", torch.accelerator.current_device_index())
+    return chosen
+
+
+def _warn_once() -> None:
+    global _warned
+    if not _warned:
+        _warned = True
+        warnings.warn(
+            "segcapture found no GPU: segments are emulated on the CPU, operator by operator. That is for "
+            "tests and debugging; pass device='cpu' to say that it is meant.",
+            UserWarning,
+            stacklevel=5,
+        )

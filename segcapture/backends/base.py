@@ -1,0 +1,52 @@
+"""What a capture asks of a backend."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+
+from segcapture.bridges import Memory
+from segcapture.segments import Graph, Segment
+
+
+class Replayer(Protocol):
+    """The replay loop over the segments of one capture."""
+
+    def __call__(self) -> None:
+        """Run all segments in order."""
+
+
+class Backend(Memory, Protocol):
+    """One capture on one device. Methods are called in the order in which they stand here."""
+
+    device: torch.device
+    pool: Any
+    forks: tuple[torch.Stream, ...]
+    """Side streams that are forked into the capture now."""
+    side_stream: torch.Stream | None
+    """The side stream that is current in the user's code, if it is not the capture's."""
+
+    def open(self) -> AbstractContextManager[None]:
+        """Everything around a capture: stream, locks, device, collector. Left on any exit."""
+
+    def begin(self) -> None:
+        """Begin a graph segment."""
+
+    def end(self) -> Graph | None:
+        """End it, run it once if the capture executes, and return it; None if it was empty."""
+
+    def eager(self) -> AbstractContextManager[None]:
+        """Around the eager function at capture."""
+
+    def abort(self) -> list[str]:
+        """End whatever is open after a failure; returns what went wrong while doing so."""
+
+    def replayer(self, segments: Sequence[Segment]) -> Replayer:
+        """Compile the replay loop."""
+
+    def advice(self, error: BaseException) -> str:
+        """What a user can do about an exception that came up while recording."""
+
+    def run(self, segment: Segment) -> None:
+        """Run one segment alone and wait until it is done."""

@@ -1,0 +1,40 @@
+"""Where the user's code called us."""
+
+import linecache
+import os
+import sys
+from types import FrameType, TracebackType
+
+import torch
+
+_OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+
+
+def _is_users(filename: str) -> bool:
+    return not filename.startswith((_OURS, _TORCH, "<")) and os.sep + "contextlib.py" not in filename
+
+
+def location() -> str:
+    """`file:line` of the innermost frame outside of segcapture and torch."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not _is_users(frame.f_code.co_filename):
+        frame = frame.f_back
+    return "?" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def raised_at(traceback: TracebackType | None) -> str:
+    """`file:line` and text of the user's line that an exception came from, or an empty string."""
+    found = ""
+    while traceback is not None:
+        filename, line = traceback.tb_frame.f_code.co_filename, traceback.tb_lineno
+        if _is_users(filename):
+            text = linecache.getline(filename, line).strip()
+            found = f"{filename}:{line}" + (f" (`{text}`)" if text else "")
+        traceback = traceback.tb_next
+    return found
+
+
+def short(place: str) -> str:
+    """The location with the folders left out, for tables."""
+    return os.path.basename(place)

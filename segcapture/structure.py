@@ -1,0 +1,183 @@
+"""What an eager function may return: containers walked into a flat list of nodes with paths.
+
+Known containers are tuples, NamedTuples, lists, dicts and their subclasses (Hugging Face's
+`ModelOutput` too), dataclasses and attrs classes (frozen and slotted too), and plain objects with
+attributes. A plain object is walked one level; modules and everything unknown are opaque leaves.
+"""
+
+import dataclasses
+import enum
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import attr
+import attrs
+import torch
+
+_OPAQUE = (
+    torch.nn.Module,
+    torch.Generator,
+    torch.Stream,
+    torch.Event,
+    torch.UntypedStorage,
+    enum.Enum,
+    type,
+    types.ModuleType,
+    types.FunctionType,
+    types.MethodType,
+    types.BuiltinFunctionType,
+)
+_SCALAR = (str, bytes, int, float, complex, torch.Size, types.NoneType)
+
+Child = tuple[Any, str, Any]
+
+
+@attrs.define(eq=False)
+class Node:
+    """One place in an output."""
+
+    path: str
+    """How a user would write it: `out["k"][0]`."""
+    parent: int
+    """Index of the container's node; -1 for the root."""
+    key: Any
+    """What the container knows it by: an index, a key or an attribute name."""
+    value: Any
+    container: bool
+    same_as: int = -1
+    """Index of the node where this very container was met first (cycles, one list twice)."""
+
+
+def walk(root: Any) -> list[Node]:
+    """All nodes below and including `root`, containers before their contents."""
+    nodes: list[Node] = []
+    seen: dict[int, int] = {}
+
+    def visit(value: Any, path: str, parent: int, key: Any, in_object: bool) -> None:
+        index = len(nodes)
+        content = children(value, in_object)
+        node = Node(path, parent, key, value, content is not None)
+        nodes.append(node)
+        if content is None:
+            return
+        if id(value) in seen:
+            node.same_as = seen[id(value)]
+            return
+        seen[id(value)] = index
+        inside = in_object or is_plain_object(value)
+        for child_key, suffix, child in content:
+            visit(child, path + suffix, index, child_key, inside)
+
+    visit(root, "out", -1, None, False)
+    return nodes
+
+
+def children(value: Any, in_object: bool = False) -> list[Child] | None:
+    """Key, path suffix and value of each item of a known container; None for a leaf."""
+    if isinstance(value, _SCALAR) or isinstance(value, torch.Tensor):
+        return None
+    if isinstance(value, tuple):
+        fields = getattr(value, "_fields", None)
+        names = [f".{name}" for name in fields] if fields else [f"[{i}]" for i in range(len(value))]
+        return [(i, name, item) for i, (name, item) in enumerate(zip(names, value, strict=True))]
+    if isinstance(value, list):
+        return [(i, f"[{i}]", item) for i, item in enumerate(value)]
+    if isinstance(value, dict):
+        return [(key, f"[{key!r}]", item) for key, item in value.items()]
+    if isinstance(value, _OPAQUE):
+        return None
+    if _is_record(value):
+        return _attributes(value, _record_fields(value))
+    if is_plain_object(value) and not in_object:
+        return _attributes(value, _object_fields(value))
+    return None
+
+
+def is_plain_object(value: Any) -> bool:
+    """Whether `value` is an instance of a user's ordinary class."""
+    if isinstance(value, (*_SCALAR, torch.Tensor, tuple, list, dict, *_OPAQUE)) or _is_record(value):
+        return False
+    kind = type(value)
+    return kind.__module__ not in ("builtins", "torch") and (
+        hasattr(value, "__dict__") or any("__slots__" in vars(base) for base in kind.__mro__[:-1])
+    )
+
+
+def replace_items(nodes: list[Node], replacements: dict[int, Any]) -> Any:
+    """Put new values at the given nodes and return the root.
+
+    Mutable containers and records change in place (a frozen record too: it was made by the function
+    a moment ago, and nobody else has seen it); tuples are rebuilt as what they are.
+    """
+    current = dict(replacements)
+    for index in range(len(nodes) - 1, -1, -1):
+        node = nodes[index]
+        if index not in current or node.parent < 0:
+            continue
+        parent = nodes[node.parent]
+        if isinstance(parent.value, tuple):
+            items = list(current.get(node.parent, parent.value))
+            items[node.key] = current[index]
+            current[node.parent] = _make_tuple(type(parent.value), items)
+        else:
+            set_item(parent.value, node.key, current[index])
+    return current.get(0, nodes[0].value)
+
+
+def rebuild(value: Any, replace: Callable[[Any], Any]) -> Any:
+    """`value` with `replace` applied to its leaves, through tuples and NamedTuples alone."""
+    if not isinstance(value, tuple) or isinstance(value, torch.Size):
+        return replace(value)
+    if type(value) is not tuple and not hasattr(value, "_fields"):
+        return value
+    items = [rebuild(item, replace) for item in value]
+    changed = any(new is not old for new, old in zip(items, value, strict=True))
+    return _make_tuple(type(value), items) if changed else value
+
+
+def _make_tuple(kind: type, items: list[Any]) -> Any:
+    return tuple.__new__(kind, items)
+
+
+def set_item(container: Any, key: Any, value: Any) -> None:
+    """Replace one item of a mutable container or record."""
+    if isinstance(container, list | dict):
+        container[key] = value
+    else:
+        object.__setattr__(container, key, value)
+
+
+def _is_record(value: Any) -> bool:
+    return not isinstance(value, type) and (
+        dataclasses.is_dataclass(value) or attrs.has(type(value))  # type: ignore[arg-type]
+    )
+
+
+def _record_fields(value: Any) -> Iterator[str]:
+    if dataclasses.is_dataclass(value):
+        return (field.name for field in dataclasses.fields(value))
+    return (field.name for field in attr.fields(type(value)))
+
+
+def _object_fields(value: Any) -> Iterator[str]:
+    for base in type(value).__mro__[:-1]:
+        slots = vars(base).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if name not in ("__dict__", "__weakref__"):
+                yield f"_{base.__name__.lstrip('_')}{name}" if name.startswith("__") else name
+    yield from list(getattr(value, "__dict__", ()))
+
+
+def _attributes(value: Any, names: Iterator[str]) -> list[Child]:
+    missing = object()
+    found = ((name, getattr(value, name, missing)) for name in names)
+    return [(name, f".{name}", item) for name, item in found if item is not missing]
+
+
+def tensors_in(*values: Any) -> Iterator[torch.Tensor]:
+    """Every tensor in the values and in the known containers among them."""
+    for value in values:
+        for node in walk(value):
+            if isinstance(node.value, torch.Tensor):
+                yield node.value
