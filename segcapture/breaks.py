@@ -53,10 +53,8 @@ def eager_break_during_capture(
             eager_break_during_capture, enable=enable, capture_stub=capture_stub, name=name
         )
     if isinstance(fn, staticmethod | classmethod):
-        inner = eager_break_during_capture(
-            fn.__func__, enable=enable, capture_stub=capture_stub, name=name
-        )
-        return type(fn)(inner)
+        mark = eager_break_during_capture(enable=enable, capture_stub=capture_stub, name=name)
+        return type(fn)(mark(fn.__func__))
     _check_callable(fn)
     if not enable:
         return fn

@@ -1,6 +1,7 @@
 """Bridges: tensors at a fixed address in the pool that carry eager outputs to later segments."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
@@ -89,11 +90,10 @@ class Bridges:
         storage = self._memory.allocate(high - low, device)
         self.nbytes += high - low
         seen: dict[int, torch.Tensor] = {}  # one object for a tensor that occurs twice
-        for i, tensor in leaves:
+        for _, tensor in leaves:
             if id(tensor) not in seen:
-                offset = tensor.storage_offset() * tensor.element_size() - low if tensor.numel() else 0
+                offset = int(tensor.storage_offset()) * tensor.element_size() - low if tensor.numel() else 0
                 seen[id(tensor)] = place_on(storage, tensor, offset, device)
-                del i
         return {i: seen[id(tensor)] for i, tensor in leaves}
 
     def _compile(self, on_host: bool) -> None:
@@ -103,9 +103,7 @@ class Bridges:
         self._devices = [t.device for t in self.targets]
         self._pointers = [t.data_ptr() for t in self.targets]
         self._repeats = any(has_repeats(t) for t in self.targets)
-        self._shared = [
-            i for i in range(len(self.targets)) if self._group_of.count(self._group_of[i]) > 1
-        ]
+        self._shared = [i for i in range(len(self.targets)) if self._group_of.count(self._group_of[i]) > 1]
         if len(self.targets) == 1:
             self._target, self._shape = self.targets[0], self._shapes[0]
             self._dtype, self._device, self._pointer = self._dtypes[0], self._devices[0], self._pointers[0]
@@ -178,7 +176,7 @@ class Bridges:
                     f"capture: return clones, or the same views."
                 )
         order = sorted(range(len(new)), key=pointers.__getitem__)
-        for before, after in zip(order, order[1:], strict=False):
+        for before, after in pairwise(order):
             if self._group_of[before] == self._group_of[after] or not new[before].numel():
                 continue
             low, high = byte_range(new[before])

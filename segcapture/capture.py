@@ -468,7 +468,9 @@ class BreakableCUDAGraphCapture:
             _Status.FAILED: "Call reset() and capture again, or make a new one.",
             _Status.READY: "",
         }[self._status]
-        return CaptureStateError(f"{self._title()} {self._status.value}, so there is nothing to replay. {hint}")
+        return CaptureStateError(
+            f"{self._title()} {self._status.value}, so there is nothing to replay. {hint}"
+        )
 
     def _title(self) -> str:
         return f"Capture {self.name!r}" if self.name else "This capture"

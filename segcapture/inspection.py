@@ -14,15 +14,14 @@ def table(capture: "BreakableCUDAGraphCapture") -> str:
     """One line per segment: index, kind, name, place, operations, bridge bytes, frozen arguments."""
     rows = [("#", "kind", "name", "where", "ops", "bridges", "frozen")]
     for segment in capture.segments:
-        eager = isinstance(segment, EagerSegment)
         rows.append(
             (
                 str(segment.index),
                 segment.kind,
                 segment.name,
                 short(segment.location),
-                "" if eager else str(segment.operations),
-                f"{segment.bridge_bytes} B" if eager else "",
+                "" if isinstance(segment, EagerSegment) else str(segment.operations),
+                f"{segment.bridge_bytes} B" if isinstance(segment, EagerSegment) else "",
                 describe_frozen(segment),
             )
         )
@@ -37,6 +36,5 @@ def table(capture: "BreakableCUDAGraphCapture") -> str:
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
     ]

@@ -6,11 +6,11 @@ import torch
 def byte_range(tensor: torch.Tensor) -> tuple[int, int]:
     """First byte and the one past the last that a strided tensor covers, from its storage's start."""
     item = tensor.element_size()
-    low = high = tensor.storage_offset()
+    low = high = int(tensor.storage_offset())
     if tensor.numel() == 0:
         return low * item, low * item
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        high += (size - 1) * stride
+        high += (size - 1) * int(stride)
     return low * item, (high + 1) * item
 
 
@@ -24,9 +24,7 @@ def without_repeats(tensor: torch.Tensor) -> torch.Tensor:
 
 def has_repeats(tensor: torch.Tensor) -> bool:
     """Whether a dimension of stride 0 shows the same bytes more than once."""
-    return any(
-        stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    )
+    return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:

@@ -59,9 +59,7 @@ def fresh_nodes(nodes: list[Node], arguments: Iterable[torch.Tensor]) -> set[int
         if node.container and node.same_as < 0:
             expected.update(_held_by(node.value))
     counts = _reference_counts(objects)
-    sole = {
-        key: count - _ONLY_A_LIST <= expected[key] for key, count in zip(index_of, counts, strict=True)
-    }
+    sole = {key: count - _ONLY_A_LIST <= expected[key] for key, count in zip(index_of, counts, strict=True)}
     del objects
 
     owned: dict[int, bool] = {}
@@ -116,13 +114,13 @@ def _all_of_storage(leaves: dict[int, torch.Tensor]) -> bool:
 def tensors_on_storage(tensor: torch.Tensor) -> int:
     """How many tensor objects share the storage of this one, itself included."""
     storage = tensor.untyped_storage()
-    count: int = torch._C._storage_Use_Count(storage._cdata)  # type: ignore[attr-defined]
+    count: int = torch._C._storage_Use_Count(storage._cdata)
     return count - 1  # the handle just made
 
 
 def _use_count(tensor: torch.Tensor) -> int:
     """How many C++ owners a tensor object has, its Python object being one."""
-    count: int = tensor._use_count()  # type: ignore[attr-defined]
+    count: int = getattr(tensor, "_use_count")()  # noqa: B009  (torch's stubs do not know it)
     return count
 
 

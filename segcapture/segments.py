@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import attrs
-import torch
 
 from segcapture.ambient import Ambient
 from segcapture.arguments import Call
@@ -63,9 +62,9 @@ class EagerSegment:
     writeback: Writeback = attrs.field(repr=False)
     ambient: Ambient = attrs.field(repr=False)
     """What was set around the call at capture."""
-    forks: tuple[torch.Stream, ...] = attrs.field(default=(), repr=False)
+    forks: tuple[Any, ...] = attrs.field(default=(), repr=False)
     """Side streams whose fork crosses this break."""
-    stream: torch.Stream | None = attrs.field(default=None, repr=False)
+    stream: Any = attrs.field(default=None, repr=False)
     """The side stream that was current at the call, if it was not the capture's own."""
 
     kind = "eager"

@@ -75,7 +75,7 @@ def walk(root: Any) -> list[Node]:
 
 def children(value: Any, in_object: bool = False) -> list[Child] | None:
     """Key, path suffix and value of each item of a known container; None for a leaf."""
-    if isinstance(value, _SCALAR) or isinstance(value, torch.Tensor):
+    if isinstance(value, (*_SCALAR, torch.Tensor)):
         return None
     if isinstance(value, tuple):
         fields = getattr(value, "_fields", None)
@@ -149,9 +149,7 @@ def set_item(container: Any, key: Any, value: Any) -> None:
 
 
 def _is_record(value: Any) -> bool:
-    return not isinstance(value, type) and (
-        dataclasses.is_dataclass(value) or attrs.has(type(value))  # type: ignore[arg-type]
-    )
+    return not isinstance(value, type) and (dataclasses.is_dataclass(value) or attrs.has(type(value)))
 
 
 def _record_fields(value: Any) -> Iterator[str]:

@@ -54,7 +54,11 @@ class Writeback:
     """
 
     def __init__(
-        self, nodes: list[Node], where: str, bridges: Bridges, persistent: dict[int, Persistent],
+        self,
+        nodes: list[Node],
+        where: str,
+        bridges: Bridges,
+        persistent: dict[int, Persistent],
         holders: Holders,
     ) -> None:
         self.where = where

@@ -4,8 +4,6 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-import torch
-
 from segcapture.bridges import Memory
 from segcapture.segments import Graph, Segment
 
@@ -20,12 +18,17 @@ class Replayer(Protocol):
 class Backend(Memory, Protocol):
     """One capture on one device. Methods are called in the order in which they stand here."""
 
-    device: torch.device
-    pool: Any
-    forks: tuple[torch.Stream, ...]
-    """Side streams that are forked into the capture now."""
-    side_stream: torch.Stream | None
-    """The side stream that is current in the user's code, if it is not the capture's."""
+    @property
+    def pool(self) -> Any:
+        """What `pool=` of another capture takes; None where there is none."""
+
+    @property
+    def forks(self) -> tuple[Any, ...]:
+        """Side streams whose order with the main one crosses a break that comes now."""
+
+    @property
+    def side_stream(self) -> Any:
+        """The side stream that is current in the user's code, if it is not the capture's."""
 
     def open(self) -> AbstractContextManager[None]:
         """Everything around a capture: stream, locks, device, collector. Left on any exit."""

@@ -19,8 +19,8 @@ class EmulatedBackend:
     """One capture as tapes."""
 
     pool: Any = None
-    forks: tuple[torch.Stream, ...] = ()
-    side_stream: torch.Stream | None = None
+    forks: tuple[Any, ...] = ()
+    side_stream: Any = None
 
     def __init__(self, device: torch.device, *, pool: Any, stream: Any, execute: bool) -> None:
         if not execute:

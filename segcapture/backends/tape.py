@@ -88,7 +88,7 @@ def _wait_for_work(leaves: Any) -> None:
         if isinstance(leaf, torch.ScriptObject):
             from torch._C._distributed_c10d import Work
 
-            Work.unbox(leaf).wait()  # type: ignore[attr-defined]
+            Work.unbox(leaf).wait()
 
 
 class Recorder:
@@ -133,7 +133,9 @@ class Recorder:
     def _on_device(self, args: Any, kwargs: Any) -> bool:
         """Whether an operator touches the captured device: on others CUDA would not mind."""
         return any(
-            leaf.device == self.device for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
+            leaf.device == self.device
+            for leaf in tree_leaves((args, kwargs))
+            if isinstance(leaf, torch.Tensor)
         )
 
 

@@ -1,0 +1,357 @@
+"""The CUDA backend: graph segments are CUDA graphs of one pool, launched by the driver."""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from segcapture.ambient import Ambient
+from segcapture.backends.driver import Driver, get_driver
+from segcapture.backends.pool import (
+    OwnedGraph,
+    Pool,
+    PoolMemory,
+    PoolState,
+    collections_relaxed,
+    open_pool,
+    pool_id_of,
+)
+from segcapture.backends.streams import Forks, Lane, ordered
+from segcapture.errors import CaptureFailedError, CaptureStateError, SegcaptureError
+from segcapture.segments import EagerSegment, GraphSegment, Segment
+
+# Before 2.12 a generator knows only one capture at a time, whatever thread it is in.
+_ONE_CAPTURE_A_DEVICE = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12)
+_device_locks: dict[int | None, threading.RLock] = {}
+
+_BREAK = "Move it into a function marked `@eager_break_during_capture`."
+_ADVICE = {  # https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__TYPES.html, cudaError
+    900: f"The operation waits for the device or reads from it, which a capture forbids. {_BREAK}",
+    901: f"An operation before it had failed and made the capture invalid. {_BREAK}",
+    902: "Two captures were merged: do not wait for a stream that another capture records.",
+    904: "Work on a side stream was not joined: let the stream of the capture wait for it.",
+    905: "It waits for work that is not part of this segment: an event recorded before the capture, or in "
+    "a segment that has ended. Record the event again, or use `wait_stream`.",
+    906: "It depends on the legacy default stream: use a stream of your own.",
+    907: "It uses an event whose last record is in a capture, on a stream that is not captured.",
+}
+
+Step = Callable[[Any], tuple[int]]
+_DONE = (0,)
+
+
+class CudaGraph(OwnedGraph):
+    """One instantiated CUDA graph."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, operations: int, step: Step | None) -> None:
+        super().__init__(graph)
+        self.operations = operations
+        self.step: Step = step or _prepared_launch(graph)
+
+    def launch(self) -> None:
+        """Launch on the current stream, random numbers included."""
+        self.graph.replay()
+
+
+def _prepared_launch(graph: torch.cuda.CUDAGraph) -> Step:
+    """Through torch, which sets seed and offset of the graph's random numbers before each launch."""
+
+    def step(stream: Any) -> tuple[int]:
+        graph.replay()
+        return _DONE
+
+    return step
+
+
+class CudaBackend:
+    """One capture on one CUDA device."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        pool: Any,
+        stream: Any,
+        execute: bool,
+        capture_error_mode: str,
+        generators: tuple[torch.Generator, ...],
+    ) -> None:
+        if stream is not None and stream.device != device:
+            raise ValueError(f"stream is of {stream.device}, and the capture of {device}")
+        self.device = device
+        self._pool_id = None if pool is None else pool_id_of(pool, device)
+        self._given_pool = pool
+        self._state: PoolState | None = getattr(pool, "state", None)
+        self._given_stream: torch.cuda.Stream | None = stream
+        self._execute = execute
+        self._error_mode = capture_error_mode
+        self._generators = generators
+        self._driver: Driver = get_driver()
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._memory: PoolMemory | None = None
+        self._forks: Forks | None = None
+        self._stream: torch.cuda.Stream | None = None
+
+    @property
+    def pool(self) -> Any:
+        """The pool, which stays open as long as the returned object lives."""
+        return Pool(self._state) if self._state is not None else self._given_pool
+
+    @property
+    def forks(self) -> tuple[torch.cuda.Stream, ...]:
+        """Side streams whose order with the main one crosses the break."""
+        return () if self._forks is None else self._forks.crossing()
+
+    @property
+    def side_stream(self) -> torch.cuda.Stream | None:
+        """The user's current stream, if it is not the capture's."""
+        return None if self._forks is None else self._forks.current
+
+    # Capture
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """Take a lane, order its stream after the current one, and the current one after it."""
+        with ExitStack() as stack:
+            stack.enter_context(torch.cuda.device(self.device))
+            outer = torch.cuda.current_stream()
+            if torch.cuda.is_current_stream_capturing():
+                raise CaptureStateError(
+                    "The current stream is being captured already, by torch.cuda.graph or another library. "
+                    "Captures do not nest: leave the outer one first."
+                )
+            if _ONE_CAPTURE_A_DEVICE:
+                stack.enter_context(_device_locks.setdefault(self.device.index, threading.RLock()))
+            if self._state is None:
+                self._state = open_pool(self._pool_id, self.device, self._given_stream, self._driver)
+            lane = self._state.lane
+            stack.enter_context(lane.lock)
+            stream = self._given_stream or lane.stream
+            stack.enter_context(_occupied(lane))
+            lane.move_to(stream.cuda_stream)
+            stream.wait_stream(outer)
+            stack.callback(_hand_over, lane, outer, stream)
+            stack.enter_context(torch.cuda.stream(stream))
+            stack.enter_context(collections_relaxed(self._driver))
+            self._stream = stream
+            self._memory = PoolMemory(self._state, self.device)
+            self._forks = Forks(stream, self.device, self._driver)
+            stack.callback(self._leave)
+            yield
+
+    def _leave(self) -> None:
+        self._memory = self._forks = self._stream = None
+
+    @contextmanager
+    def _on_capture_stream(self) -> Iterator[int]:
+        assert self._stream is not None
+        raw = self._stream.cuda_stream
+        with nullcontext() if _current(self.device) == raw else torch.cuda.stream(self._stream):
+            yield raw
+
+    def begin(self) -> None:
+        """Begin the capture of a CUDA graph, and fork the side streams into it again."""
+        assert self._state is not None
+        assert self._forks is not None
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        for generator in self._generators:
+            graph.register_generator_state(generator)
+        with self._on_capture_stream():
+            graph.capture_begin(pool=self._state.id, capture_error_mode=self._error_mode)
+            self._graph = graph
+            self._forks.fork()
+
+    def end(self) -> CudaGraph | None:
+        """Join all forks, end the capture, and launch the graph once."""
+        graph = self._graph
+        assert graph is not None
+        assert self._forks is not None
+        assert self._memory is not None
+        with self._on_capture_stream() as raw:
+            pass
+        if not self._driver.is_valid(raw):
+            raise CaptureFailedError(
+                "A CUDA call in this segment was not allowed and made the capture invalid, and its exception "
+                f"was caught in the `with` block. {_BREAK}"
+            )
+        self._forks.join()
+        with self._on_capture_stream():
+            operations = self._driver.node_count(raw)
+            if operations == 0:
+                self._driver.add_empty_node(raw)
+            graph.capture_end()
+            self._graph = None
+            self._memory.forget_storages()
+            if operations == 0:
+                return None
+            graph.instantiate()
+            direct = self._driver.launcher(graph)
+            if not self._execute:
+                return CudaGraph(graph, operations, None)
+            draws = self._launch_watching_generators(graph)
+            return CudaGraph(graph, operations, None if draws else direct)
+
+    def _launch_watching_generators(self, graph: torch.cuda.CUDAGraph) -> bool:
+        """Launch once. Whether the graph draws random numbers shows in the generators' offsets."""
+        index = self.device.index
+        assert index is not None
+        generators = (torch.cuda.default_generators[index], *self._generators)
+        before = [generator.get_offset() for generator in generators]
+        graph.replay()
+        return before != [generator.get_offset() for generator in generators]
+
+    @contextmanager
+    def eager(self) -> Iterator[None]:
+        """Order side streams around the eager function."""
+        assert self._stream is not None
+        with ordered(self._stream, self.forks):
+            yield
+
+    def abort(self) -> list[str]:
+        """End the open capture, however broken, so that torch's state is as after any other."""
+        trouble: list[str] = []
+        graph, self._graph = self._graph, None
+        if graph is None:
+            return trouble
+        for _ in range(2):
+            try:
+                with self._on_capture_stream() as raw:
+                    if self._driver.is_valid(raw):
+                        self._driver.join(raw, self.forks)
+                    else:
+                        self._driver.restart(raw)
+                    if self._driver.node_count(raw) == 0:
+                        self._driver.add_empty_node(raw)
+                    graph.capture_end()
+                return trouble
+            except BaseException as error:
+                trouble.append(f"{type(error).__name__}: {error}")
+        return trouble
+
+    def advice(self, error: BaseException) -> str:
+        """By CUDA's error code, not by the words of the message."""
+        code = getattr(error, "error_code", None)
+        if isinstance(error, torch.OutOfMemoryError):
+            return "The pool of the capture could not grow: capture smaller sizes, or free memory first."
+        return _ADVICE.get(code or 0, "")
+
+    # Memory
+
+    def allocate(self, nbytes: int, device: torch.device) -> torch.UntypedStorage:
+        """From the pool; plain memory on another device, pinned on the host."""
+        assert self._memory is not None
+        if device == self.device:
+            return self._memory.allocate(nbytes)
+        pinned = device.type == "cpu"
+        return torch.empty(nbytes, dtype=torch.uint8, device=device, pin_memory=pinned).untyped_storage()
+
+    def alias(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """A non-owning alias of memory of this capture."""
+        return None if self._memory is None else self._memory.alias(tensor)
+
+    def wait_for_host_copies(self) -> None:
+        """Wait for the current stream."""
+        torch.cuda.current_stream(self.device).synchronize()
+
+    # Replay
+
+    def run(self, segment: Segment) -> None:
+        """Run one segment on the current stream, and wait for it."""
+        ambient = segment.ambient if isinstance(segment, EagerSegment) else Ambient.current(self.device)
+        self._run_all([self._step(segment, ambient)], [segment])
+        torch.cuda.current_stream(self.device).synchronize()
+
+    def replayer(self, segments: Sequence[Segment]) -> Callable[[], None]:
+        """The replay loop: everything that can be known before is looked up here."""
+        eager = [segment for segment in segments if isinstance(segment, EagerSegment)]
+        segments = tuple(segments)
+        run_all, device = self._run_all, self.device
+        if not eager:
+            plain = [self._step(segment, None) for segment in segments]
+            return lambda: run_all(plain, segments)
+        base = eager[0].ambient
+        steps = [self._step(segment, base) for segment in segments]
+
+        def replay() -> None:
+            if torch.cuda.is_current_stream_capturing():
+                raise CaptureStateError(
+                    "The current stream is being captured by torch.cuda.graph or another library, and eager "
+                    "segments cannot be: replay outside of it."
+                )
+            if Ambient.current(device) == base:
+                run_all(steps, segments)
+            else:
+                with base.entered():
+                    run_all(steps, segments)
+
+        return replay
+
+    def _run_all(self, steps: Sequence[Step], segments: Sequence[Segment]) -> None:
+        assert self._state is not None
+        lane = self._state.lane
+        with lane.lock:
+            raw = _current(self.device)
+            if raw != lane.last:
+                lane.move_to(raw)
+            stream = self._driver.handle(raw)
+            for step in steps:
+                status = step(stream)[0]
+                if status:
+                    raise self._launch_failed(segments[steps.index(step)], status)
+
+    def _launch_failed(self, segment: Segment, status: Any) -> SegcaptureError:
+        return SegcaptureError(
+            f"{segment} could not be launched: CUDA error {int(status)} ({getattr(status, 'name', '?')}). "
+            f"An error of an earlier kernel shows here too: run with CUDA_LAUNCH_BLOCKING=1, or step "
+            f"through `capture.steps()`."
+        )
+
+    def _step(self, segment: Segment, base: Ambient | None) -> Step:
+        if isinstance(segment, GraphSegment):
+            graph = segment.graph
+            assert isinstance(graph, CudaGraph)
+            return graph.step
+        assert base is not None
+        run = segment.compiled(base)
+        if segment.forks:
+            run = _across_forks(run, segment)
+
+        def step(stream: Any) -> tuple[int]:
+            run()
+            return _DONE
+
+        return step
+
+
+def _across_forks(run: Callable[[], None], segment: EagerSegment) -> Callable[[], None]:
+    """Order the side streams around the function, on whatever stream the replay is."""
+
+    def run_ordered() -> None:
+        main = torch.cuda.current_stream()
+        with ordered(main, segment.forks), torch.cuda.stream(segment.stream):
+            run()
+
+    return run_ordered
+
+
+def _current(device: torch.device) -> int:
+    """Raw handle of the current stream: `torch.cuda.current_stream()` costs 20 times as much."""
+    raw: int = torch._C._cuda_getCurrentRawStream(device.index)
+    return raw
+
+
+@contextmanager
+def _occupied(lane: Lane) -> Iterator[None]:
+    lane.capturing = True
+    try:
+        yield
+    finally:
+        lane.capturing = False
+
+
+def _hand_over(lane: Lane, outer: torch.cuda.Stream, stream: torch.cuda.Stream) -> None:
+    """The stream outside goes on after the capture's last work."""
+    outer.wait_stream(stream)
+    lane.last = outer.cuda_stream

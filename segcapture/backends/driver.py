@@ -1,0 +1,236 @@
+"""The one door to the CUDA driver: captures, their nodes, streams and launches.
+
+The driver knows what torch does not say: which streams belong to a capture, and whether it recorded
+anything. cuda-python gives it (https://nvidia.github.io/cuda-python, 12.9 to 13). On ROCm there is no
+cuda-python, and `TorchDriver` does what torch's own API can.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+Launch = Callable[[Any], tuple[int]]
+
+
+class Driver(Protocol):
+    """What the CUDA backend asks of the driver. Streams are raw handles."""
+
+    def create_stream(self) -> torch.cuda.Stream:
+        """A non-blocking stream that nobody else can get."""
+
+    def handle(self, raw: int) -> Any:
+        """What `launch` takes for a stream."""
+
+    def is_valid(self, raw: int) -> bool:
+        """Whether the stream is capturing, and can go on."""
+
+    def members(self, raw: int, candidates: Sequence[torch.cuda.Stream]) -> list[torch.cuda.Stream]:
+        """Those of the candidates that are forked into the capture of a stream."""
+
+    def node_count(self, raw: int) -> int:
+        """Number of nodes recorded so far; -1 where it cannot be known."""
+
+    def join(self, raw: int, forks: Sequence[torch.cuda.Stream]) -> None:
+        """Make a capturing stream wait for everything in its capture: joins all forks."""
+
+    def add_empty_node(self, raw: int) -> None:
+        """Record a node that does nothing."""
+
+    def restart(self, raw: int) -> None:
+        """End an invalid capture and begin a valid one, so that torch can end it in the usual way."""
+
+    def launcher(self, graph: torch.cuda.CUDAGraph) -> Launch | None:
+        """A function of the stream's handle that launches the instantiated graph, or None."""
+
+    def order(self, after: int, before: int) -> None:
+        """Let the stream `after` wait for what `before` has been given so far."""
+
+    def relax(self) -> int:
+        """Allow this thread, for now, what a capture forbids; returns what `unrelax` takes."""
+
+    def unrelax(self, mode: int) -> None:
+        """The reverse of `relax`."""
+
+
+class CudaDriver:
+    """Through cuda-python."""
+
+    def __init__(self) -> None:
+        from cuda.bindings import driver
+
+        self._cuda: Any = driver
+        self._events: dict[int, Any] = {}
+        self._handles: dict[int, Any] = {}
+
+    def _call(self, name: str, *args: Any) -> tuple[Any, ...]:
+        """Call the driver; a status other than success is a RuntimeError with its code."""
+        status, *values = getattr(self._cuda, name)(*args)
+        if status:
+            raise RuntimeError(f"{name} failed with CUDA error {int(status)} ({status.name})")
+        return tuple(values)
+
+    def create_stream(self) -> torch.cuda.Stream:
+        """A stream outside of torch's fixed set, in the current context."""
+        flags = self._cuda.CUstream_flags.CU_STREAM_NON_BLOCKING
+        (stream,) = self._call("cuStreamCreate", flags)
+        return torch.cuda.ExternalStream(int(stream))
+
+    def handle(self, raw: int) -> Any:
+        """A `CUstream`, made once for each stream."""
+        if raw not in self._handles:
+            self._handles[raw] = self._cuda.CUstream(raw)
+        return self._handles[raw]
+
+    def _status(self, raw: int) -> int:
+        return int(self._call("cuStreamIsCapturing", self.handle(raw))[0])
+
+    def is_valid(self, raw: int) -> bool:
+        """CU_STREAM_CAPTURE_STATUS_ACTIVE."""
+        return self._status(raw) == 1
+
+    def _info(self, raw: int) -> tuple[Any, ...]:
+        """Status, id, graph, dependencies, ... The tuple grew at its end with cuda-bindings 13."""
+        return self._call("cuStreamGetCaptureInfo", self.handle(raw))
+
+    def members(self, raw: int, candidates: Sequence[torch.cuda.Stream]) -> list[torch.cuda.Stream]:
+        """Full information costs more, so the cheap question comes first."""
+        is_capturing, handle = self._cuda.cuStreamIsCapturing, self.handle
+        asked = [s for s in candidates if is_capturing(handle(s.cuda_stream))[1]]
+        if not asked:
+            return []
+        mine = int(self._info(raw)[1])
+        return [s for s in asked if s.cuda_stream != raw and int(self._info(s.cuda_stream)[1]) == mine]
+
+    def node_count(self, raw: int) -> int:
+        """Of the graph that the stream is being captured into."""
+        return int(self._call("cuGraphGetNodes", self._info(raw)[2], 0)[-1])
+
+    def join(self, raw: int, forks: Sequence[torch.cuda.Stream]) -> None:
+        """By the nodes that nothing depends on, so that streams which nobody knows are joined too."""
+        _, _, graph, dependencies, *_ = self._info(raw)
+        count = int(self._call("cuGraphGetNodes", graph, 0)[-1])
+        if count == 0:
+            return
+        nodes = self._call("cuGraphGetNodes", graph, count)[0]
+        edges = int(self._call("cuGraphGetEdges", graph, 0)[-1])
+        sources = self._call("cuGraphGetEdges", graph, edges)[0] if edges else ()
+        inner = {int(node) for node in sources}
+        joined = {int(node) for node in dependencies}
+        leaves = [n for n in nodes if int(n) not in inner and int(n) not in joined]
+        if not leaves:
+            return
+        flag = self._cuda.CUstreamUpdateCaptureDependencies_flags.CU_STREAM_ADD_CAPTURE_DEPENDENCIES
+        edge_data = (None,) if self._has_edge_data() else ()
+        self._call(
+            "cuStreamUpdateCaptureDependencies", self.handle(raw), leaves, *edge_data, len(leaves), int(flag)
+        )
+
+    def _has_edge_data(self) -> bool:
+        from cuda import bindings
+
+        return int(bindings.__version__.split(".")[0]) >= 13
+
+    def add_empty_node(self, raw: int) -> None:
+        """Keeps torch from warning about an empty graph."""
+        self._call("cuGraphAddEmptyNode", self._info(raw)[2], None, 0)
+
+    def restart(self, raw: int) -> None:
+        """torch can then end a valid, empty capture, and all of its own state is as after any other."""
+        handle = self.handle(raw)
+        if self._status(raw) != 0:
+            self._cuda.cuStreamEndCapture(handle)  # its status is the error that brought us here
+        mode = self._cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+        self._call("cuStreamBeginCapture", handle, mode)
+
+    def launcher(self, graph: torch.cuda.CUDAGraph) -> Launch | None:
+        """`cuGraphLaunch`, about 1 us cheaper than `CUDAGraph.replay`, which prepares random numbers."""
+        executable = self._cuda.CUgraphExec(graph.raw_cuda_graph_exec())
+        return functools.partial(self._cuda.cuGraphLaunch, executable)
+
+    def order(self, after: int, before: int) -> None:
+        """With one event for each stream that is waited for, made once."""
+        if before not in self._events:
+            flags = self._cuda.CUevent_flags.CU_EVENT_DISABLE_TIMING
+            (self._events[before],) = self._call("cuEventCreate", flags)
+        event = self._events[before]
+        self._call("cuEventRecord", event, self.handle(before))
+        self._call("cuStreamWaitEvent", self.handle(after), event, 0)
+
+    def relax(self) -> int:
+        """`cuThreadExchangeStreamCaptureMode`."""
+        relaxed = self._cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+        return int(self._call("cuThreadExchangeStreamCaptureMode", relaxed)[0])
+
+    def unrelax(self, mode: int) -> None:
+        """`cuThreadExchangeStreamCaptureMode`."""
+        self._call("cuThreadExchangeStreamCaptureMode", self._cuda.CUstreamCaptureMode(mode))
+
+
+class TorchDriver:
+    """Through torch alone (HIP underneath), for ROCm: no node counts, no direct launch.
+
+    Not run on a ROCm machine so far: tests cover it on CUDA, as a stand-in.
+    """
+
+    def create_stream(self) -> torch.cuda.Stream:
+        """One of torch's fixed set: private only as long as the program uses fewer than 32."""
+        return torch.cuda.Stream()
+
+    def handle(self, raw: int) -> Any:
+        """The raw handle."""
+        return raw
+
+    def _stream(self, raw: int) -> torch.cuda.Stream:
+        return torch.cuda.ExternalStream(raw) if raw else torch.cuda.default_stream()
+
+    def is_valid(self, raw: int) -> bool:
+        """Whether torch sees a capture on the stream."""
+        with torch.cuda.stream(self._stream(raw)):
+            return torch.cuda.is_current_stream_capturing()
+
+    def members(self, raw: int, candidates: Sequence[torch.cuda.Stream]) -> list[torch.cuda.Stream]:
+        """All candidates that are capturing: with captures in other threads too many."""
+        return [s for s in candidates if s.cuda_stream != raw and self.is_valid(s.cuda_stream)]
+
+    def node_count(self, raw: int) -> int:
+        """Not known."""
+        return -1
+
+    def join(self, raw: int, forks: Sequence[torch.cuda.Stream]) -> None:
+        """Stream by stream."""
+        for stream in forks:
+            self._stream(raw).wait_stream(stream)
+
+    def add_empty_node(self, raw: int) -> None:
+        """Not possible: torch warns about an empty graph."""
+
+    def restart(self, raw: int) -> None:
+        """Not possible: torch's own clean-up has to do."""
+
+    def launcher(self, graph: torch.cuda.CUDAGraph) -> Launch | None:
+        """None: `CUDAGraph.replay` launches."""
+        return None
+
+    def order(self, after: int, before: int) -> None:
+        """`wait_stream`."""
+        self._stream(after).wait_stream(self._stream(before))
+
+    def relax(self) -> int:
+        """Not possible."""
+        return 0
+
+    def unrelax(self, mode: int) -> None:
+        """Not possible."""
+
+
+_driver: Driver | None = None
+
+
+def get_driver() -> Driver:
+    """The driver of this process."""
+    global _driver
+    if _driver is None:
+        _driver = CudaDriver() if torch.version.cuda else TorchDriver()
+    return _driver

@@ -1,0 +1,212 @@
+"""Pools: keeping them alive, and telling whose memory a tensor is in (contracts C3 and C5)."""
+
+import bisect
+import gc
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from segcapture.backends.driver import Driver
+from segcapture.backends.streams import Lane, free_lane, lane_of
+from segcapture.errors import CaptureStateError
+from segcapture.state import state
+
+PoolId = Any  # (int, int): torch's stubs make a type of their own of it
+
+
+class OwnedGraph:
+    """A CUDA graph of ours. Destroying one inside of a capture would invalidate that capture."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph) -> None:
+        self.graph = graph
+
+    def __del__(self) -> None:
+        if state.keep_alive is not None:
+            state.keep_alive.append(self.graph)
+
+
+class PoolState:
+    """What lives as long as a pool does: an empty graph that holds it open, and its lane.
+
+    torch counts the graphs of a pool, in the allocator of the device and in that of pinned memory, and
+    a pool whose count fell to zero cannot be opened again (torch 2.11). The empty graph keeps both
+    counts up while there is a capture, a `Pool`, or an alias that points into the pool.
+    """
+
+    def __init__(self, pool_id: PoolId, device: torch.device, lane: Lane, driver: Driver) -> None:
+        self.id = pool_id
+        self.lane = lane
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        raw = lane.raw
+        with torch.cuda.stream(lane.stream):
+            try:
+                graph.capture_begin(pool=pool_id, capture_error_mode="thread_local")
+            except RuntimeError as error:
+                _close_after_failure(device, pool_id)
+                raise CaptureStateError(
+                    f"The pool handle {pool_id} cannot be opened: its last graph has died, and torch closes "
+                    f"a pool with its last graph. Keep a capture of it, or share `capture.pool`."
+                ) from error
+            driver.add_empty_node(raw)
+            graph.capture_end()
+        self._anchor = OwnedGraph(graph)
+
+
+def _close_after_failure(device: torch.device, pool_id: PoolId) -> None:
+    # torch's allocator may be left recording into the pool: undo what capture_begin had done.
+    for undo in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):
+        try:
+            undo(device.index, pool_id)
+        except RuntimeError:
+            return
+
+
+class Pool(tuple[int, int]):
+    """A pool's id, as `torch.cuda.graph(pool=...)` takes it too. Keeps the pool while it lives."""
+
+    state: PoolState
+
+    def __new__(cls, pool_state: PoolState) -> "Pool":
+        made = super().__new__(cls, pool_state.id)
+        made.state = pool_state
+        return made
+
+
+_pools: "weakref.WeakValueDictionary[tuple[int | None, PoolId], PoolState]" = weakref.WeakValueDictionary()
+_pools_lock = threading.Lock()
+
+
+def pool_id_of(pool: Any, device: torch.device) -> PoolId:
+    """The id behind anything that `pool=` takes."""
+    if isinstance(pool, torch.cuda.MemPool):
+        place = torch.device(getattr(pool, "device", device))
+        if place.index not in (None, device.index):
+            raise ValueError(f"pool is of {place}, and the capture of {device}")
+        pool = pool.id
+    if isinstance(pool, Pool) and pool.state.lane.stream.device_index != device.index:
+        raise ValueError(f"pool is of another device than {device}")
+    valid = isinstance(pool, tuple) and len(pool) == 2 and all(isinstance(part, int) for part in pool)
+    if not valid:
+        raise ValueError(
+            f"pool must be the `pool` of a capture, a torch.cuda.MemPool or a graph_pool_handle(), "
+            f"got {pool!r}"
+        )
+    return (pool[0], pool[1])
+
+
+def open_pool(
+    pool_id: PoolId | None, device: torch.device, stream: torch.cuda.Stream | None, driver: Driver
+) -> PoolState:
+    """The state of a pool, made on first use; None makes a new pool."""
+    with _pools_lock:
+        pool_id = pool_id or torch.cuda.graph_pool_handle()
+        found = _pools.get((device.index, pool_id))
+        if found is None:
+            lane = free_lane(device) if stream is None else lane_of(stream)
+            found = PoolState(pool_id, device, lane, driver)
+            _pools[device.index, pool_id] = found
+        return found
+
+
+class PoolMemory:
+    """The memory of a pool during one capture: bridges come from it, and arguments may point into it."""
+
+    def __init__(self, pool_state: PoolState, device: torch.device) -> None:
+        self._state = pool_state
+        self._device = device
+        self._reserved = -1
+        self._starts: list[int] = []
+        self._ends: list[int] = []
+        # Active now means of an earlier capture or owner: those blocks may be freed under us.
+        self._foreign = {
+            block["address"]
+            for segment in torch.cuda.memory_snapshot(pool_state.id)
+            for block in segment["blocks"]
+            if block["state"] != "inactive"
+        }
+        self._storages: dict[int, torch.UntypedStorage] = {}
+
+    def forget_storages(self) -> None:
+        """Between breaks: a storage's identity may be that of another one later."""
+        self._storages.clear()
+
+    def allocate(self, nbytes: int) -> torch.UntypedStorage:
+        """A new block of the pool, for the current stream."""
+        index, pool_id = self._device.index, self._state.id
+        torch._C._cuda_beginAllocateCurrentThreadToPool(index, pool_id)
+        try:
+            return torch.empty(nbytes, dtype=torch.uint8, device=self._device).untyped_storage()
+        finally:
+            torch._C._cuda_endAllocateToPool(index, pool_id)
+            torch._C._cuda_releasePool(index, pool_id)
+
+    def alias(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """A non-owning alias of a plain tensor that was allocated from the pool in this capture."""
+        if (
+            type(tensor) is not torch.Tensor
+            or tensor.layout is not torch.strided
+            or tensor.device != self._device
+            or tensor.is_conj()
+            or tensor.is_neg()
+        ):
+            return None
+        storage = tensor.untyped_storage()
+        pointer = storage.data_ptr()
+        if pointer == 0 or pointer in self._foreign or not self._contains(pointer):
+            return None
+        key = storage._cdata
+        if key not in self._storages:
+            made: Any = torch._C._construct_storage_from_data_pointer(
+                pointer, tensor.device, storage.nbytes()
+            )
+            # User code may store an alias. The pool then outlives the capture, and with it the mapping.
+            made._segcapture_pool = self._state
+            self._storages[key] = made
+        empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return empty.set_(
+            self._storages[key],
+            tensor.storage_offset(),
+            tensor.shape,
+            tensor.stride(),
+        )
+
+    def _contains(self, pointer: int) -> bool:
+        # A snapshot costs 175 us and the statistics 12: look again only when memory was added.
+        reserved = torch._C._cuda_memoryStats(self._device.index)["reserved_bytes"]["all"]["current"]
+        if reserved != self._reserved:
+            self._reserved = reserved
+            ranges = sorted(
+                (segment["address"], segment["address"] + segment["total_size"])
+                for segment in torch.cuda.memory_snapshot(self._state.id)
+            )
+            self._starts = [start for start, _ in ranges]
+            self._ends = [end for _, end in ranges]
+        at = bisect.bisect_right(self._starts, pointer) - 1
+        return at >= 0 and pointer < self._ends[at]
+
+
+@contextmanager
+def collections_relaxed(driver: Driver) -> Iterator[None]:
+    """Let a garbage collection destroy CUDA graphs without invalidating the capture that is running.
+
+    Switching the collector off instead would be seen by all threads, and overlapping captures would
+    switch it on under each other. This leaves no state behind, and costs 2 us a collection.
+    """
+    modes: dict[int, list[int]] = {}
+
+    def hook(phase: str, info: dict[str, int]) -> None:
+        mine = modes.setdefault(threading.get_ident(), [])
+        if phase == "start":
+            mine.append(driver.relax())
+        elif mine:
+            driver.unrelax(mine.pop())
+
+    gc.callbacks.append(hook)
+    try:
+        yield
+    finally:
+        gc.callbacks.remove(hook)

@@ -1,0 +1,143 @@
+"""Capture streams, the order of replays that share memory, and forks (contracts C5 and C6)."""
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from segcapture.backends.driver import Driver, get_driver
+
+_PRIORITIES = (0, -1, -2, -3)
+_STREAMS_PER_PRIORITY = 32
+
+
+class Lane:
+    """A capture stream, and the order among all that was captured on it.
+
+    Graphs that were captured on one stream share its cuBLAS workspace, and those of one pool share
+    memory: their replays must not overlap, whatever streams and threads they are on.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream, driver: Driver) -> None:
+        self.stream = stream
+        self.raw = stream.cuda_stream
+        self.lock = threading.RLock()
+        self.last = self.raw
+        """Raw handle of the stream that was used last."""
+        self.capturing = False
+        self._driver = driver
+
+    def move_to(self, raw: int) -> None:
+        """Let a stream wait for the one used last, if it is another."""
+        if raw != self.last:
+            self._driver.order(after=raw, before=self.last)
+            self.last = raw
+
+
+_lanes: dict[tuple[int, int], Lane] = {}
+_lanes_lock = threading.Lock()
+_private: dict[int, list[Lane]] = {}
+
+
+def lane_of(stream: torch.cuda.Stream) -> Lane:
+    """The lane of a user's stream."""
+    key = (stream.device_index, stream.cuda_stream)
+    with _lanes_lock:
+        if key not in _lanes:
+            _lanes[key] = Lane(stream, get_driver())
+        return _lanes[key]
+
+
+def free_lane(device: torch.device) -> Lane:
+    """A private lane that no capture is running on. Streams are kept for the life of the process."""
+    assert device.index is not None
+    with _lanes_lock:
+        lanes = _private.setdefault(device.index, [])
+        for lane in lanes:
+            if not lane.capturing:
+                return lane
+        lane = Lane(_new_stream(device), get_driver())
+        lanes.append(lane)
+        _lanes[device.index, lane.raw] = lane
+        return lane
+
+
+def _new_stream(device: torch.device) -> torch.cuda.Stream:
+    """A stream that no `torch.cuda.Stream()` of the user can be, with its cuBLAS workspace.
+
+    The workspace (32 MiB on Hopper) is made now, since one made during a capture would come from the
+    capture's pool and outlive it.
+    """
+    with torch.cuda.device(device):
+        stream = get_driver().create_stream()
+        with torch.inference_mode(), torch.autocast("cuda", enabled=False), torch.cuda.stream(stream):
+            one = torch.ones(16, 16, device=device)
+            torch.addmm(one[0], one, one)
+            torch.mm(one, one)
+        stream.synchronize()
+    return stream
+
+
+_torch_streams: dict[int, list[torch.cuda.Stream]] = {}
+
+
+def torch_streams(device: torch.device) -> list[torch.cuda.Stream]:
+    """Every stream that torch hands out on a device: it takes them round-robin from a fixed set."""
+    assert device.index is not None
+    with _lanes_lock:
+        if device.index not in _torch_streams:
+            made = [
+                torch.cuda.Stream(device, priority=priority)
+                for priority in _PRIORITIES
+                for _ in range(_STREAMS_PER_PRIORITY)
+            ]
+            _torch_streams[device.index] = list({s.cuda_stream: s for s in made}.values())
+        return _torch_streams[device.index]
+
+
+class Forks:
+    """The side streams that are forked into one capture."""
+
+    def __init__(self, main: torch.cuda.Stream, device: torch.device, driver: Driver) -> None:
+        self._main = main
+        self._driver = driver
+        self._candidates = torch_streams(device)
+        self.streams: tuple[torch.cuda.Stream, ...] = ()
+        self.current: torch.cuda.Stream | None = None
+        """The stream that is current in the user's code, if it is not the capture's own."""
+
+    def join(self) -> None:
+        """Find the forked streams and join them all: before a segment ends."""
+        raw = self._main.cuda_stream
+        current = torch.cuda.current_stream()
+        self.current = current if current.cuda_stream != raw else None
+        candidates = {s.cuda_stream: s for s in self._candidates}
+        # Streams from outside of torch are found while they are current, and remembered.
+        candidates |= {s.cuda_stream: s for s in (*self.streams, current)}
+        self.streams = tuple(self._driver.members(raw, list(candidates.values())))
+        self._driver.join(raw, self.streams)
+
+    def fork(self) -> None:
+        """Fork them into the capture again: after a segment began."""
+        for stream in self.streams:
+            stream.wait_stream(self._main)
+
+    def crossing(self) -> tuple[torch.cuda.Stream, ...]:
+        """The streams whose order with the main one an eager function may rely on."""
+        known = {s.cuda_stream: s for s in self.streams}
+        if self.current is not None:
+            known[self.current.cuda_stream] = self.current
+        return tuple(known.values())
+
+
+@contextmanager
+def ordered(main: torch.cuda.Stream, sides: Sequence[torch.cuda.Stream]) -> Iterator[None]:
+    """Around an eager function: work on side streams comes after `main`'s, and `main` goes on after it."""
+    for stream in sides:
+        stream.wait_stream(main)
+    try:
+        yield
+    finally:
+        for stream in sides:
+            main.wait_stream(stream)
