@@ -96,13 +96,7 @@ class Call:
 
     def references_to(self, tensor: torch.Tensor) -> int:
         """How many references to this very tensor object the call itself keeps."""
-
-        def count(value: Any) -> int:
-            if type(value) is tuple or hasattr(value, "_fields"):
-                return sum(count(item) for item in value)
-            return int(value is tensor)
-
-        return count(self.args) + count(tuple(self.kwargs.values()))
+        return _count(self.args, tensor) + _count(tuple(self.kwargs.values()), tensor)
 
     def frozen(self) -> list[str]:
         """The plain Python values that capture froze, as `name=value`."""
@@ -114,3 +108,10 @@ class Call:
                 if plain:
                     found.append(f"{name}{node.path.removeprefix('out')}={node.value!r}")
         return found
+
+
+def _count(value: Any, tensor: torch.Tensor) -> int:
+    """How often a tensor object occurs in nested tuples."""
+    if isinstance(value, tuple):
+        return sum(_count(item, tensor) for item in value)
+    return int(value is tensor)

@@ -52,25 +52,27 @@ class Node:
 def walk(root: Any) -> list[Node]:
     """All nodes below and including `root`, containers before their contents."""
     nodes: list[Node] = []
-    seen: dict[int, int] = {}
-
-    def visit(value: Any, path: str, parent: int, key: Any, in_object: bool) -> None:
-        index = len(nodes)
-        content = children(value, in_object)
-        node = Node(path, parent, key, value, content is not None)
-        nodes.append(node)
-        if content is None:
-            return
-        if id(value) in seen:
-            node.same_as = seen[id(value)]
-            return
-        seen[id(value)] = index
-        inside = in_object or is_plain_object(value)
-        for child_key, suffix, child in content:
-            visit(child, path + suffix, index, child_key, inside)
-
-    visit(root, "out", -1, None, False)
+    _visit(nodes, {}, root, "out", -1, None, False)
     return nodes
+
+
+# A function of the module: a recursive closure is a reference cycle, which would keep the output alive.
+def _visit(
+    nodes: list[Node], seen: dict[int, int], value: Any, path: str, parent: int, key: Any, in_object: bool
+) -> None:
+    index = len(nodes)
+    content = children(value, in_object)
+    node = Node(path, parent, key, value, content is not None)
+    nodes.append(node)
+    if content is None:
+        return
+    if id(value) in seen:
+        node.same_as = seen[id(value)]
+        return
+    seen[id(value)] = index
+    inside = in_object or is_plain_object(value)
+    for child_key, suffix, child in content:
+        _visit(nodes, seen, child, path + suffix, index, child_key, inside)
 
 
 def children(value: Any, in_object: bool = False) -> list[Child] | None:

@@ -69,7 +69,7 @@ class _Entry:
     def run(self) -> None:
         out = self._func(*self._args, **self._kwargs)
         leaves = (out,) if isinstance(out, torch.Tensor) else tree_leaves(out)
-        _wait_for_work(leaves)
+        _wait_for_work(self._func, leaves)
         for position, recorded in self._fresh:
             new = leaves[position]
             if new.shape != recorded.shape or new.dtype != recorded.dtype:
@@ -82,8 +82,10 @@ class _Entry:
                 copy_into(recorded, new)
 
 
-def _wait_for_work(leaves: Any) -> None:
+def _wait_for_work(func: Any, leaves: Any) -> None:
     """Collectives return a Work, and what they wrote is there when it is done."""
+    if func.namespace != "c10d":
+        return
     for leaf in leaves:
         if isinstance(leaf, torch.ScriptObject):
             from torch._C._distributed_c10d import Work
@@ -118,9 +120,9 @@ class Recorder:
         kept_args, kept_kwargs = tree_map_only(torch.Tensor, _alias, (args, kwargs))
         out = func(*args, **kwargs)
         leaves = (out,) if isinstance(out, torch.Tensor) else tree_leaves(out)
-        _wait_for_work(leaves)
+        _wait_for_work(func, leaves)
         schema = func._schema
-        if schema.name in _EMPTY or torch.Tag.inplace_view in func.tags:
+        if schema.name in _EMPTY or torch.Tag.inplace_view in func.tags or func.namespace == "profiler":
             return out
         given = {storage_id(t) for t in tree_leaves((args, kwargs)) if _has_storage(t)}
         tensors = [(i, leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]

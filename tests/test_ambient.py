@@ -1,0 +1,69 @@
+"""Autocast across segments (C7). Grad and inference mode are in test_capture."""
+
+import torch
+
+from segcapture import eager_break_during_capture
+
+
+def test_a_weight_cast_inside_of_a_break_is_not_read_by_the_next_segment(backend):
+    """The autocast cache is off: weights updated in place between replays are seen."""
+    first = torch.nn.Linear(16, 16, device=backend.device)
+    second = torch.nn.Linear(16, 16, device=backend.device)
+    both = eager_break_during_capture(lambda t: second(first(t)), name="both")
+    x = backend.tensor(4, 16)
+    kind = backend.device.type
+
+    def f(t):
+        with torch.autocast(kind, dtype=torch.bfloat16):
+            t = first(t)
+            t = both(t)
+            return second(first(t))
+
+    with torch.no_grad():
+        f(x)
+        expected = f(x)
+        with backend.capture() as g:
+            out = f(x)
+        assert torch.equal(out, expected)
+        for k in range(3):
+            value = backend.tensor(4, 16, seed=k)
+            x.copy_(value)
+            first.weight.add_(0.1)
+            second.bias.mul_(1.5)
+            g.replay()
+            assert torch.equal(out, f(value))
+
+
+def test_a_capture_inside_of_autocast_replays_outside_of_it(backend):
+    """Also the other way round; and the caller's cache is as before."""
+    layer = torch.nn.Linear(8, 8, device=backend.device)
+    in_break = eager_break_during_capture(lambda t: layer(t), name="in_break")
+    x = backend.tensor(2, 8)
+    kind = backend.device.type
+    seen = []
+
+    def f(t):
+        y = in_break(layer(t))
+        seen.append(y.dtype)
+        return y * 2
+
+    with torch.no_grad():
+        with torch.autocast(kind, dtype=torch.bfloat16):
+            f(x)
+            cached = torch.is_autocast_cache_enabled()
+            with backend.capture() as g:
+                out = f(x)
+            assert torch.is_autocast_cache_enabled() == cached
+            expected = f(x + 1)
+        x.add_(1)
+        g.replay()
+        assert torch.equal(out, expected)
+        assert not torch.is_autocast_enabled(kind)
+        with backend.capture() as plain:
+            out = f(x)
+        expected = f(x + 1)
+        x.add_(1)
+        with torch.autocast(kind, dtype=torch.bfloat16):
+            plain.replay()
+        assert torch.equal(out, expected)
+        assert set(seen) == {torch.bfloat16, torch.float32}

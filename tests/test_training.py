@@ -1,0 +1,115 @@
+"""A whole training step in one capture, with breaks (C12)."""
+
+import pytest
+import torch
+
+from segcapture import eager_break_during_capture
+
+
+def net(backend):
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1)).to(
+        backend.device
+    )
+
+
+@eager_break_during_capture
+def eager_forward(x):
+    """Reads on the host."""
+    return x * (1 + 0 * x.sum().item())
+
+
+@eager_break_during_capture
+def eager_backward(grad):
+    """Reads on the host."""
+    return grad * (1 + 0 * grad.sum().item())
+
+
+class EagerLayer(torch.autograd.Function):
+    """The way to make an eager layer differentiable."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return eager_forward(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return eager_backward(grad)
+
+
+def step(model, optimizer, x, y, between):
+    """Forward, loss, backward, optimizer; a break between forward and backward if asked."""
+    hidden = EagerLayer.apply(model[:2](x)) if "layer" in between else model[:2](x)
+    loss = (model[2](hidden) - y).square().mean()
+    if "middle" in between:
+        log_loss(loss.detach())
+    optimizer.zero_grad(set_to_none=False)
+    loss.backward()
+    if "optimizer" in between:
+        clip([p.grad for p in model.parameters()])
+    optimizer.step()
+    return loss.detach()
+
+
+LOG = []
+
+
+@eager_break_during_capture
+def log_loss(loss):
+    """A host read between forward and backward."""
+    LOG.append(loss.item())
+
+
+@eager_break_during_capture
+def clip(grads):
+    """A host decision between backward and the optimizer."""
+    if max(g.abs().max().item() for g in grads) > 1e-3:
+        for g in grads:
+            g.mul_(0.5)
+
+
+@pytest.mark.parametrize(
+    "between", [(), ("middle",), ("layer",), ("optimizer",), ("middle", "layer", "optimizer")]
+)
+def test_ten_steps_equal_eagers(backend, between):
+    """Losses, gradients and weights, bit by bit."""
+    generator = torch.Generator().manual_seed(1)
+    data = [
+        (
+            torch.randn(4, 8, generator=generator).to(backend.device),
+            torch.randn(4, 1, generator=generator).to(backend.device),
+        )
+        for _ in range(10)
+    ]
+
+    def prepare():
+        model = net(backend)
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p)
+        return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    model, optimizer = prepare()
+    step(model, optimizer, *data[0], between)  # warm-up: momentum buffers
+    expected = [step(model, optimizer, x, y, between) for x, y in data]
+    weights = [p.detach().clone() for p in model.parameters()]
+    grads = [p.grad.clone() for p in model.parameters()]
+
+    model, optimizer = prepare()
+    step(model, optimizer, *data[0], between)
+    x, y = data[0][0].clone(), data[0][1].clone()
+    multithreaded = torch.autograd.is_multithreading_enabled()
+    with backend.capture() as g:
+        loss = step(model, optimizer, x, y, between)
+    assert torch.autograd.is_multithreading_enabled() == multithreaded
+    assert g.num_eager_breaks == ("middle" in between) + 2 * ("layer" in between) + ("optimizer" in between)
+    found = [loss.clone()]
+    for next_x, next_y in data[1:]:
+        x.copy_(next_x)
+        y.copy_(next_y)
+        g.replay()
+        found.append(loss.clone())
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b)
+    for p, weight, grad in zip(model.parameters(), weights, grads, strict=True):
+        assert torch.equal(p.detach(), weight)
+        assert torch.equal(p.grad, grad)
