@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from segcapture.errors import CaptureFailedError
 
 if TYPE_CHECKING:
-    from segcapture.capture import BreakableCUDAGraphCapture
+    from segcapture.recording import Recording
 
 
 class OperatorBreaks:
@@ -33,14 +33,14 @@ class OperatorBreaks:
         self._warned = False
 
     @contextmanager
-    def active(self, capture: "BreakableCUDAGraphCapture") -> Iterator[None]:
+    def active(self, recording: "Recording") -> Iterator[None]:
         """Watch the calls of this thread for the block."""
         self._reset()
         if not self._patterns:
             yield
             return
         # The function mode sees composite operators before they decompose, the dispatch mode the rest.
-        with _FunctionBreaks(self, capture), _DispatchBreaks(self, capture):
+        with _FunctionBreaks(self, recording), _DispatchBreaks(self, recording):
             yield
 
     def match(self, packet: str, overload: str) -> str | None:
@@ -85,34 +85,34 @@ class OperatorBreaks:
 
 
 class _DispatchBreaks(TorchDispatchMode):
-    def __init__(self, breaks: OperatorBreaks, capture: "BreakableCUDAGraphCapture") -> None:
+    def __init__(self, breaks: OperatorBreaks, recording: "Recording") -> None:
         super().__init__()
-        self._break_on, self._capture = breaks, capture
+        self._break_on, self._recording = breaks, recording
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._capture.inside_eager:
+        if self._recording.inside_eager:
             return func(*args, **kwargs)
         self._break_on.warn_if_compiled()
         schema = func._schema
         name = self._break_on.match(schema.name, schema.overload_name or "default")
         if name is None:
             return func(*args, **kwargs)
-        return self._capture.record_break(func, tuple(args), kwargs, name, below_autograd=True)
+        return self._recording.record_break(func, tuple(args), kwargs, name, below_autograd=True)
 
 
 class _FunctionBreaks(TorchFunctionMode):
-    def __init__(self, breaks: OperatorBreaks, capture: "BreakableCUDAGraphCapture") -> None:
+    def __init__(self, breaks: OperatorBreaks, recording: "Recording") -> None:
         super().__init__()
-        self._break_on, self._capture = breaks, capture
+        self._break_on, self._recording = breaks, recording
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        packet = None if self._capture.inside_eager else _composite_packet(func)
+        packet = None if self._recording.inside_eager else _composite_packet(func)
         if packet is not None:
             name = self._break_on.match(packet, "default")
             if name is not None:
-                return self._capture.record_break(func, tuple(args), kwargs, name)
+                return self._recording.record_break(func, tuple(args), kwargs, name)
         return func(*args, **kwargs)
 
 

@@ -11,6 +11,12 @@ from segcapture.source import short
 from segcapture.writeback import Writeback
 
 
+Step = Callable[[Any], tuple[int]]
+"""One segment in the replay loop: takes the stream's handle, returns a status as `cuGraphLaunch` does."""
+Around = Callable[[Callable[[], Any]], Callable[[], Any]]
+DONE = (0,)
+
+
 class Graph(Protocol):
     """What a backend makes of the operations between two breaks."""
 
@@ -76,43 +82,41 @@ class EagerSegment:
 
     def run(self) -> None:
         """Call the function once and write its output back."""
-        call, store = self.call, self.writeback.store
-        try:
-            store(call.invoke())
-        except BaseException as error:
-            self.explain(error)
-            raise
+        self.compiled(self.ambient)(None)
 
-    def compiled(self, base: Ambient) -> Callable[[], None]:
-        """`run` with everything that is known now looked up already, for the replay loop."""
-        fn, args, kwargs = self.call.fn, self.call.args, self.call.kwargs
-        store, invoke, explain = self.writeback.store, self.call.invoke, self.explain
+    def compiled(self, base: Ambient, around: Around | None = None) -> Step:
+        """What replay does, with everything that is known now looked up already.
 
-        def run_plain() -> None:
-            try:
-                store(fn(*args, **kwargs))
-            except BaseException as error:
-                explain(error)
-                raise
+        `base` is the ambient state that the replay loop has set. `around` wraps the function's call (not
+        the write-back of its output).
+        """
+        call, store, explain = self.call, self.writeback.store, self.explain
+        fn, args = call.fn, call.args
+        invoke = call.invoke if around is None else around(call.invoke)
 
-        def run_positional() -> None:
+        def run_positional(stream: Any) -> tuple[int]:
             try:
                 store(fn(*args))
             except BaseException as error:
                 explain(error)
                 raise
+            return DONE
 
-        def run_in_own_ambient() -> None:
+        def run(stream: Any) -> tuple[int]:
+            try:
+                store(invoke())
+            except BaseException as error:
+                explain(error)
+                raise
+            return DONE
+
+        def run_in_own_ambient(stream: Any) -> tuple[int]:
             with self.ambient.entered():
-                try:
-                    store(invoke())
-                except BaseException as error:
-                    explain(error)
-                    raise
+                return run(stream)
 
-        if self.ambient != base or self.call.live:
-            return self.run if self.ambient == base else run_in_own_ambient
-        return run_plain if kwargs else run_positional
+        if self.ambient != base:
+            return run_in_own_ambient
+        return run if around is not None or call.live or call.kwargs else run_positional
 
     def explain(self, error: BaseException) -> None:
         """Say in a note which segment an exception at replay came from."""

@@ -8,11 +8,11 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from segcapture.capture import BreakableCUDAGraphCapture
+    from segcapture.recording import Recording
 
 
 class _State(threading.local):
-    capture: "BreakableCUDAGraphCapture | None" = None
+    recording: "Recording | None" = None
     keep_alive: list[Any] | None = None
     """While this thread captures: dropped graphs whose destruction must wait."""
 

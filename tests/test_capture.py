@@ -476,6 +476,16 @@ class TestBadInput:
         with pytest.raises(ValueError, match="'thread_local', 'global', 'relaxed'"):
             BreakableCUDAGraphCapture(device="cpu", capture_error_mode="local")
 
+    def test_a_generator_of_another_device(self, backend):
+        """Refused by name: torch 2.11 crashes on it."""
+        other = torch.Generator("cpu")
+        if backend.device.type == "cpu":
+            with backend.capture(generators=[other]):
+                pass
+        else:
+            with pytest.raises(ValueError, match="one is of cpu, and the capture of cuda"):
+                backend.capture(generators=[other])
+
     def test_coroutines_and_generators_are_refused(self):
         """Their bodies run after the call."""
 

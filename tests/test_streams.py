@@ -32,24 +32,23 @@ def fork_event_wait(main, side):
 FORKS = [fork_wait_stream, fork_wait_event, fork_event_wait]
 
 
-def check(cuda, f, x, rounds=3):
-    """Capture `f(static)`, replay on fresh values, compare with arithmetic done without streams."""
+def check(cuda, f, expected, x, rounds=3):
+    """Capture `f(static)`, replay on fresh values, compare with `expected`, which uses no streams."""
     static = x.clone()
-    f(static)
     torch.cuda.synchronize()
-    expected = f(x.clone())
-    torch.cuda.synchronize()
-    with torch.no_grad(), cuda.capture() as g:
-        out = f(static)
-    assert torch.equal(out, expected)
-    for k in range(rounds):
-        value = x + k
-        static.copy_(value)
-        g.replay()
-        found = out.clone()
-        expected = f(value)
+    with torch.no_grad():
+        f(static)
         torch.cuda.synchronize()
-        assert torch.equal(found, expected), k
+        with cuda.capture() as g:
+            out = f(static)
+        torch.cuda.synchronize()
+        assert torch.equal(out, expected(x))
+        for k in range(rounds):
+            value = x + k
+            static.copy_(value)
+            g.replay()
+            torch.cuda.synchronize()
+            assert torch.equal(out, expected(value)), k
     return g
 
 
@@ -71,15 +70,17 @@ def test_a_fork_that_spans_breaks(cuda, x, fork, breaks):
         with torch.cuda.stream(side):
             spin()
             z = y + 1
+        keep = [y]  # the allocator of torch does not know that the side stream reads it
         for _ in range(breaks):
             y = plus_one(y)
             with torch.cuda.stream(side):  # no wait: a monolithic capture would not need one either
                 spin()
                 z = z * 2
         main.wait_stream(side)
+        del keep
         return y + z
 
-    check(cuda, f, x)
+    check(cuda, f, lambda t: (t * 2 + breaks) + (t * 2 + 1) * 2**breaks, x)
 
 
 def test_a_fork_left_unjoined_at_the_end(cuda, x):
@@ -118,7 +119,7 @@ def test_a_fork_without_work_before_the_break(cuda, x):
         torch.cuda.current_stream().wait_stream(side)
         return z
 
-    check(cuda, f, x)
+    check(cuda, f, lambda t: (t * 2 + 1) * 5, x)
 
 
 def test_two_side_streams_and_a_nested_fork(cuda, x):
@@ -136,17 +137,20 @@ def test_two_side_streams_and_a_nested_fork(cuda, x):
             with torch.cuda.stream(two):
                 spin()
                 c = b * 3
+        keep = [a, b, c]
         a = plus_one(a)
         with torch.cuda.stream(two):
             c = c + 1
         with torch.cuda.stream(one):
             b = b + 1
+        keep += [a]
         a = plus_one(a)
         main.wait_stream(one)
         main.wait_stream(two)
+        del keep
         return a + b + c
 
-    check(cuda, f, x)
+    check(cuda, f, lambda t: (t + 3) + ((t + 1) * 2 + 1) + ((t + 1) * 6 + 1), x)
 
 
 def test_a_break_called_while_a_side_stream_is_current(cuda, x):
@@ -170,7 +174,7 @@ def test_a_break_called_while_a_side_stream_is_current(cuda, x):
         main.wait_stream(side)
         return y + z
 
-    check(cuda, f, x)
+    check(cuda, f, lambda t: t * 2 + (t * 6 + 1) * 2, x)
     assert all(seen)
 
 
@@ -195,7 +199,7 @@ def test_work_that_an_eager_function_leaves_on_a_forked_stream(cuda, x):
         main.wait_stream(side)
         return buffer + z
 
-    check(cuda, f, x)
+    check(cuda, f, lambda t: t * 6 + t * 2 + 1, x)
 
 
 def test_eager_work_on_a_forked_stream_waits_for_the_segment_before(cuda, x):
@@ -218,7 +222,7 @@ def test_eager_work_on_a_forked_stream_waits_for_the_segment_before(cuda, x):
         main.wait_stream(side)
         return w + 1
 
-    check(cuda, f, x)
+    check(cuda, f, lambda t: (t * 2 + 1) * 3 + 1, x)
 
 
 def test_capture_on_a_users_stream(cuda, x):
@@ -281,10 +285,12 @@ def test_the_capture_stream_is_nobody_elses(cuda):
 def test_uncaptured_work_on_another_stream_runs(cuda, x):
     """Work on a stream that is not forked is not captured, but done."""
     other = torch.cuda.Stream()
+    z = torch.zeros(4, device="cuda").fill_(1)
+    torch.cuda.synchronize()
     with torch.no_grad(), cuda.capture() as g:
         y = x + 1
         with torch.cuda.stream(other):
-            z = torch.full((4,), 7.0, device="cuda")
+            z.fill_(7)
         plus_one(y)
     torch.cuda.synchronize()
     assert z.tolist() == [7.0] * 4

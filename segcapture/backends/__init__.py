@@ -27,6 +27,9 @@ def make_backend(
             f"capture_error_mode={capture_error_mode!r} is unknown: choose one of 'thread_local', "
             f"'global', 'relaxed'"
         )
+    for generator in generators:  # torch 2.11 crashes on one of another device
+        if generator.device != chosen:
+            raise ValueError(f"generators: one is of {generator.device}, and the capture of {chosen}")
     if debug or chosen.type != "cuda":
         from segcapture.backends.emulated import EmulatedBackend
 

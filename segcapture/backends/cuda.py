@@ -20,7 +20,7 @@ from segcapture.backends.pool import (
 )
 from segcapture.backends.streams import Forks, Lane, ordered
 from segcapture.errors import CaptureFailedError, CaptureStateError, SegcaptureError
-from segcapture.segments import EagerSegment, GraphSegment, Segment
+from segcapture.segments import DONE, Around, EagerSegment, GraphSegment, Segment, Step
 
 # Before 2.12 a generator knows only one capture at a time, whatever thread it is in.
 _ONE_CAPTURE_A_DEVICE = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12)
@@ -37,9 +37,6 @@ _ADVICE = {  # https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__TYPE
     906: "It depends on the legacy default stream: use a stream of your own.",
     907: "It uses an event whose last record is in a capture, on a stream that is not captured.",
 }
-
-Step = Callable[[Any], tuple[int]]
-_DONE = (0,)
 
 
 class CudaGraph(OwnedGraph):
@@ -60,7 +57,7 @@ def _prepared_launch(graph: torch.cuda.CUDAGraph) -> Step:
 
     def step(stream: Any) -> tuple[int]:
         graph.replay()
-        return _DONE
+        return DONE
 
     return step
 
@@ -314,26 +311,20 @@ class CudaBackend:
             assert isinstance(graph, CudaGraph)
             return graph.step
         assert base is not None
-        run = segment.compiled(base)
-        if segment.forks:
-            run = _across_forks(run, segment)
-
-        def step(stream: Any) -> tuple[int]:
-            run()
-            return _DONE
-
-        return step
+        return segment.compiled(base, _across(segment) if segment.forks else None)
 
 
-def _across_forks(run: Callable[[], None], segment: EagerSegment) -> Callable[[], None]:
-    """Order the side streams around the function, on whatever stream the replay is."""
+def _across(segment: EagerSegment) -> Around:
+    """Order side streams around a function, on whatever stream the replay is."""
 
-    def run_ordered() -> None:
-        main = torch.cuda.current_stream()
-        with ordered(main, segment.forks), torch.cuda.stream(segment.stream):
-            run()
+    def around(call: Callable[[], Any]) -> Callable[[], Any]:
+        def ordered_call() -> Any:
+            with ordered(torch.cuda.current_stream(), segment.forks), torch.cuda.stream(segment.stream):
+                return call()
 
-    return run_ordered
+        return ordered_call
+
+    return around
 
 
 def _current(device: torch.device) -> int:

@@ -12,7 +12,7 @@ import torch
 
 from segcapture.ambient import Ambient
 from segcapture.backends.tape import Recorder, Tape
-from segcapture.segments import EagerSegment, Segment
+from segcapture.segments import EagerSegment, GraphSegment, Segment
 
 
 class EmulatedBackend:
@@ -87,8 +87,8 @@ class EmulatedBackend:
         """The replay loop. Eager segments run in the ambient state of the first one's capture."""
         eager = [segment for segment in segments if isinstance(segment, EagerSegment)]
         base = eager[0].ambient if eager else Ambient.current(self.device)
-        steps: list[Callable[[], None]] = [
-            segment.compiled(base) if isinstance(segment, EagerSegment) else segment.run
+        steps: list[Callable[[Any], object]] = [
+            segment.compiled(base) if isinstance(segment, EagerSegment) else _launch(segment)
             for segment in segments
         ]
 
@@ -101,7 +101,12 @@ class EmulatedBackend:
 
         def run() -> None:
             for step in steps:
-                step()
+                step(None)
 
         base_device = self.device
         return replay
+
+
+def _launch(segment: GraphSegment) -> Callable[[Any], object]:
+    launch = segment.graph.launch
+    return lambda stream: launch()

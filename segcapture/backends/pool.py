@@ -5,7 +5,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -40,29 +40,31 @@ class PoolState:
     def __init__(self, pool_id: PoolId, device: torch.device, lane: Lane, driver: Driver) -> None:
         self.id = pool_id
         self.lane = lane
-        graph = torch.cuda.CUDAGraph(keep_graph=True)
-        raw = lane.raw
-        with torch.cuda.stream(lane.stream):
-            try:
-                graph.capture_begin(pool=pool_id, capture_error_mode="thread_local")
-            except RuntimeError as error:
-                _close_after_failure(device, pool_id)
-                raise CaptureStateError(
-                    f"The pool handle {pool_id} cannot be opened: its last graph has died, and torch closes "
-                    f"a pool with its last graph. Keep a capture of it, or share `capture.pool`."
-                ) from error
-            driver.add_empty_node(raw)
-            graph.capture_end()
-        self._anchor = OwnedGraph(graph)
-
-
-def _close_after_failure(device: torch.device, pool_id: PoolId) -> None:
-    # torch's allocator may be left recording into the pool: undo what capture_begin had done.
-    for undo in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):
         try:
+            self._anchor = OwnedGraph(_empty_graph(pool_id, lane, driver))
+        except RuntimeError as error:
+            _undo_begin(device, pool_id, lane, driver)
+            raise CaptureStateError(
+                f"The pool handle {pool_id} cannot be opened: its last graph has died, and torch closes a "
+                f"pool with its last graph. Keep a capture of it, or share `capture.pool`."
+            ) from error
+
+
+def _empty_graph(pool_id: PoolId, lane: Lane, driver: Driver) -> torch.cuda.CUDAGraph:
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    with torch.cuda.stream(lane.stream):
+        graph.capture_begin(pool=pool_id, capture_error_mode="thread_local")
+        driver.add_empty_node(lane.raw)
+        graph.capture_end()
+    return graph
+
+
+def _undo_begin(device: torch.device, pool_id: PoolId, lane: Lane, driver: Driver) -> None:
+    """torch may be left recording into the pool, and its generator capturing."""
+    for undo in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):
+        with suppress(RuntimeError):
             undo(device.index, pool_id)
-        except RuntimeError:
-            return
+    _empty_graph(torch.cuda.graph_pool_handle(), lane, driver)
 
 
 class Pool(tuple[int, int]):

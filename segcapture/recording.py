@@ -1,0 +1,250 @@
+"""A running capture: the boundaries between its segments, and what happens when something fails."""
+
+import threading
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import attrs
+import torch
+
+from segcapture.ambient import Ambient, capture_ambient
+from segcapture.arguments import Call, resolve
+from segcapture.backends.base import Backend
+from segcapture.errors import CaptureFailedError
+from segcapture.operators import OperatorBreaks
+from segcapture.segments import EagerSegment, GraphSegment, Segment
+from segcapture.source import location, raised_at
+from segcapture.state import state
+from segcapture.structure import tensors_in, walk
+from segcapture.writeback import plan
+
+_GRAD_ADVICE = (
+    "An eager break is opaque to autograd. Capture under `torch.no_grad()` or "
+    "`torch.inference_mode()`; or, to train through it, call the function in the `forward` and "
+    "`backward` of a `torch.autograd.Function`."
+)
+
+
+@attrs.frozen
+class Options:
+    """What a capture was asked to do, for as long as it records."""
+
+    breaks: Collection[str] | Callable[[str], bool] | None
+    operator_breaks: OperatorBreaks
+    barrier: Callable[[], object] | None
+    execute: bool
+    full: bool
+
+
+class _Calls(list[Call]):
+    """The calls of the eager segments, asked for the references that the capture itself holds."""
+
+    def __call__(self, tensor: torch.Tensor, /) -> int:
+        return sum(call.references_to(tensor) for call in self)
+
+
+class Recording:
+    """Everything between `__enter__` and `__exit__` of one capture, in the thread that entered it."""
+
+    def __init__(self, owner: Any, backend: Backend, options: Options) -> None:
+        self.owner = owner
+        """The capture, for `BreakableCUDAGraphCapture.current()`."""
+        self.segments: list[Segment] = []
+        self.failure: BaseException | None = None
+        """What a break raised. The `with` block may have caught it."""
+        self.inside_eager = False
+        """Whether an eager function is running right now."""
+        self.thread = threading.get_ident()
+        self._calls = _Calls()
+        self._backend = backend
+        self._options = options
+        self._opened = ("start", "?")
+        self._stack = ExitStack()
+
+    @property
+    def place(self) -> str:
+        """Where in the capture the thread is, for messages."""
+        return f"segment {len(self.segments)}, opened at {self._opened[1]}"
+
+    def enter(self) -> None:
+        """Set everything up and begin the first segment."""
+        try:
+            self._stack.enter_context(capture_ambient())
+            self._stack.enter_context(self._backend.open())
+            self._stack.enter_context(self._current())
+            self._stack.enter_context(self._options.operator_breaks.active(self))
+            self._open_segment("start", location())
+        except BaseException as error:
+            self.leave(error)
+            raise
+
+    @contextmanager
+    def _current(self) -> Iterator[None]:
+        state.recording, state.keep_alive = self, []
+        try:
+            yield
+        finally:
+            # What died meanwhile may go now: no graph is being captured any more.
+            state.recording = state.keep_alive = None
+
+    def finish(self) -> None:
+        """End the last segment."""
+        self._close_segment()
+        self._options.operator_breaks.check_all_matched()
+
+    def leave(self, failure: BaseException | None) -> None:
+        """Leave the capture. Trouble on the way out becomes a note of `failure`, never replaces it."""
+        trouble: list[str] = []
+        if failure is not None:
+            if failure is not self.failure:
+                self._note(failure, self._doing_graph(), in_graph=True)
+            trouble = self._backend.abort()
+            self.segments.clear()
+        try:
+            self._stack.close()
+        except BaseException as at_close:
+            if failure is None:
+                raise
+            trouble.append(f"{type(at_close).__name__}: {at_close}")
+        for text in trouble:
+            assert failure is not None
+            failure.add_note(f"segcapture: while cleaning up: {text}")
+
+    def _open_segment(self, name: str, place: str) -> None:
+        self._opened = (name, place)
+        self._backend.begin()
+
+    def _close_segment(self) -> None:
+        graph = self._backend.end()
+        if graph is not None:
+            name, place = self._opened
+            self.segments.append(
+                GraphSegment(index=len(self.segments), name=name, location=place, graph=graph)
+            )
+
+    def breaks_at(self, name: str) -> bool:
+        """Whether a decorated function of this name breaks here."""
+        if self.inside_eager or self._options.full:
+            return False
+        breaks = self._options.breaks
+        if breaks is None:
+            return True
+        return breaks(name) if callable(breaks) else name in breaks
+
+    def split(self, name: str) -> None:
+        """End the graph segment here and begin another, with nothing in between."""
+        if self.inside_eager or self._options.full:
+            return
+        self._check_not_failed()
+        doing = self._doing_graph()
+        try:
+            self._close_segment()
+            self._open_segment(name or "break_graph", location())
+        except BaseException as error:
+            self._fail(error, doing)
+            raise
+
+    def record_break(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        name: str,
+        stub: Callable[..., Any] | None = None,
+        *,
+        below_autograd: bool = False,
+    ) -> Any:
+        """The boundary: end the graph segment, run the function, write back, begin the next one."""
+        if self.inside_eager or self._options.full:
+            args, kwargs = resolve(args, kwargs)
+            return fn(*args, **kwargs)
+        self._check_not_failed()
+        place = location()
+        doing = self._doing_graph()
+        try:
+            self._close_segment()
+            doing = f"eager segment {len(self.segments)} ({name}, {place})"
+            if self._options.barrier is not None:
+                self._options.barrier()
+            result = self._run_eager(fn, args, kwargs, name, stub, place, below_autograd)
+            doing = f"graph segment {len(self.segments)}"
+            self._open_segment(name, place)
+        except BaseException as error:
+            self._fail(error, doing)
+            raise
+        return result
+
+    def _run_eager(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        name: str,
+        stub: Callable[..., Any] | None,
+        place: str,
+        below_autograd: bool,
+    ) -> Any:
+        index = len(self.segments)
+        where = f"Eager segment {index} (`{name}`, {place})"
+        if stub is None and not self._options.execute:
+            raise CaptureFailedError(
+                f"{where} has no capture_stub, and with execute=False it would run on memory that no "
+                f"segment has written. Give it one: `@eager_break_during_capture(capture_stub=...)`."
+            )
+        backend = self._backend
+        ambient = Ambient.current(backend.device)
+        if below_autograd:
+            ambient = ambient.below_autograd()
+        now_args, now_kwargs = resolve(args, kwargs)
+        arguments = list(tensors_in(*now_args, *now_kwargs.values()))
+        check_grad = ambient.grad and not below_autograd
+        if check_grad and any(t.requires_grad for t in arguments):
+            raise CaptureFailedError(f"{where} has an argument that requires grad. {_GRAD_ADVICE}")
+        call = Call.record(fn, args, kwargs, backend.alias)
+        self._calls.append(call)
+        self.inside_eager = True
+        try:
+            with backend.eager():
+                # One expression: no variable may hold the output while its owners are counted.
+                nodes = walk((stub or fn)(*now_args, **now_kwargs))
+        finally:
+            self.inside_eager = False
+        if check_grad and any(
+            isinstance(node.value, torch.Tensor) and node.value.requires_grad for node in nodes
+        ):
+            raise CaptureFailedError(f"{where} returned a tensor that requires grad. {_GRAD_ADVICE}")
+        result, writeback = plan(nodes, arguments, backend, where, self._calls)
+        del nodes
+        self.segments.append(
+            EagerSegment(
+                index=index,
+                name=name,
+                location=place,
+                call=call,
+                writeback=writeback,
+                ambient=ambient,
+                forks=backend.forks,
+                stream=backend.side_stream,
+            )
+        )
+        return result
+
+    def _check_not_failed(self) -> None:
+        if self.failure is not None:
+            raise CaptureFailedError(
+                f"The capture has failed already, with {type(self.failure).__name__}: leave the `with` block."
+            )
+
+    def _doing_graph(self) -> str:
+        return f"graph segment {len(self.segments)} (opened by {self._opened[0]} at {self._opened[1]})"
+
+    def _fail(self, error: BaseException, doing: str) -> None:
+        self.failure = error
+        self._note(error, doing, in_graph=False)
+
+    def _note(self, error: BaseException, doing: str, *, in_graph: bool) -> None:
+        came_from = raised_at(error.__traceback__)
+        at = f", at {came_from}" if came_from else ""
+        what = f"{doing} could not be captured" if in_graph else f"raised in {doing} during capture"
+        error.add_note(f"segcapture: {what}{at}. {self._backend.advice(error)}".rstrip())
