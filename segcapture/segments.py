@@ -10,7 +10,6 @@ from segcapture.arguments import Call
 from segcapture.source import short
 from segcapture.writeback import Writeback
 
-
 Step = Callable[[Any], tuple[int]]
 """One segment in the replay loop: takes the stream's handle, returns a status as `cuGraphLaunch` does."""
 Around = Callable[[Callable[[], Any]], Callable[[], Any]]
