@@ -4,15 +4,19 @@ import difflib
 import fnmatch
 import functools
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from segcapture.compiled import inside_compiled_region, uncompiled
+from segcapture.composites import body_of, names_of
 from segcapture.errors import CaptureFailedError
+from segcapture.source import location
 
 if TYPE_CHECKING:
     from segcapture.recording import Recording
@@ -22,8 +26,9 @@ class OperatorBreaks:
     """The entries of `break_on`, and which of them matched."""
 
     def __init__(self, entries: Sequence[Any]) -> None:
-        if isinstance(entries, str):
-            raise ValueError(f"break_on takes a sequence of operators, got the string {entries!r}")
+        # A packet is iterable: over the names of its overloads.
+        if isinstance(entries, str | torch._ops.OpOverloadPacket) or not isinstance(entries, Iterable):
+            raise ValueError(f"break_on takes a sequence of operators, got {entries!r}")
         self._patterns = [_pattern(entry) for entry in entries]
         self._reset()
 
@@ -39,8 +44,7 @@ class OperatorBreaks:
         if not self._patterns:
             yield
             return
-        # The function mode sees composite operators before they decompose, the dispatch mode the rest.
-        with _FunctionBreaks(self, recording), _DispatchBreaks(self, recording):
+        with uncompiled(), _FunctionBreaks(self, recording), _DispatchBreaks(self, recording):
             yield
 
     def match(self, packet: str, overload: str) -> str | None:
@@ -71,70 +75,92 @@ class OperatorBreaks:
 
     def warn_if_compiled(self) -> None:
         """Say once that compiled regions run operator by operator under `break_on`."""
-        from torch._C._dynamo import eval_frame
-
-        if not self._warned and callable(eval_frame.get_eval_frame_callback()):
+        if not self._warned and inside_compiled_region():
             self._warned = True
             warnings.warn(
-                "break_on watches each operator, and torch.compile does not compile while something does: "
-                "the compiled region runs operator by operator in this capture. Mark a function with "
-                "@eager_break_during_capture instead of break_on to keep it compiled.",
+                f"break_on watches each operator, and torch.compile does not compile while something does: "
+                f"the compiled region that was called at {location()} runs operator by operator in this "
+                f"capture. Mark a function with @eager_break_during_capture instead of break_on to keep it "
+                f"compiled.",
                 UserWarning,
                 stacklevel=4,
             )
 
 
 class _DispatchBreaks(TorchDispatchMode):
+    supports_higher_order_operators = True
+
     def __init__(self, breaks: OperatorBreaks, recording: "Recording") -> None:
         super().__init__()
         self._break_on, self._recording = breaks, recording
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if types:
+            return NotImplemented  # A subclass first: the operators that it makes of this one come here.
         kwargs = kwargs or {}
         if self._recording.inside_eager:
             return func(*args, **kwargs)
         self._break_on.warn_if_compiled()
-        schema = func._schema
-        name = self._break_on.match(schema.name, schema.overload_name or "default")
-        if name is None:
+        name = self._break_on.match(*names_of(func))
+        body = body_of(func)
+        if name is not None:
+            # The parts of a composite operator are still ahead of autocast, a kernel is behind it.
+            return self._recording.record_break(func, tuple(args), kwargs, name, below_autograd=body is None)
+        if body is None:
             return func(*args, **kwargs)
-        return self._recording.record_break(func, tuple(args), kwargs, name, below_autograd=True)
+        with self:
+            return body(*args, **kwargs)
 
 
 class _FunctionBreaks(TorchFunctionMode):
+    """Keeps autograd from opening composite operators before the dispatch mode has seen them."""
+
     def __init__(self, breaks: OperatorBreaks, recording: "Recording") -> None:
         super().__init__()
         self._break_on, self._recording = breaks, recording
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        packet = None if self._recording.inside_eager else _composite_packet(func)
-        if packet is not None:
-            name = self._break_on.match(packet, "default")
-            if name is not None:
-                return self._recording.record_break(func, tuple(args), kwargs, name)
-        return func(*args, **kwargs)
+        if self._recording.inside_eager or func is torch.Tensor.backward:
+            return func(*args, **kwargs)
+        if torch.is_grad_enabled() and _require_grad(args, kwargs):
+            self._refuse_composite(func)
+            return func(*args, **kwargs)
+        with torch._C._AutoDispatchBelowAutograd():
+            return func(*args, **kwargs)
+
+    def _refuse_composite(self, func: Any) -> None:
+        """An eager segment is opaque to autograd, and below it the operator would be in parts."""
+        packet, overload = _composite_names(func)
+        name = self._break_on.match(packet, overload) if packet else None
+        if name is not None:
+            raise CaptureFailedError(
+                f"`{name}`, called at {location()}, is named in break_on and has an argument that requires "
+                f"grad. An eager break is opaque to autograd. Capture under `torch.no_grad()` or "
+                f"`torch.inference_mode()`; or name the operators that `{name}` consists of, which lie "
+                f"below autograd; or call it in the `forward` and `backward` of a "
+                f"`torch.autograd.Function`."
+            )
+
+
+def _require_grad(args: Any, kwargs: Any) -> bool:
+    return any(t.requires_grad for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor))
 
 
 @functools.lru_cache(maxsize=4096)
-def _composite_packet(func: Any) -> str | None:
-    """Qualified name of the operator that a torch function calls, if it decomposes on its way down."""
+def _composite_names(func: Any) -> tuple[str, str]:
+    """Names of the composite operator that a torch function calls; empty if it calls none."""
     if isinstance(func, torch._ops.OpOverload):
-        packet: Any = func.overloadpacket
-    elif isinstance(func, torch._ops.OpOverloadPacket):
-        packet = func
+        overloads = [func]
     else:
-        packet = getattr(torch.ops.aten, getattr(func, "__name__", "").strip("_") or "?", None)
-    if packet is None:
-        return None
-    name: str = packet._qualified_op_name
-    composite = any(
-        torch._C._dispatch_has_kernel_for_dispatch_key(
-            name if overload == "default" else f"{name}.{overload}", "CompositeImplicitAutograd"
-        )
-        for overload in packet.overloads()
-    )
-    return name if composite else None
+        packet = func
+        if not isinstance(func, torch._ops.OpOverloadPacket):
+            packet = getattr(torch.ops.aten, getattr(func, "__name__", "").strip("_") or "?", None)
+        if packet is None:
+            return "", ""
+        overloads = [getattr(packet, name) for name in packet._overload_names]
+    composite = [names_of(overload) for overload in overloads if body_of(overload) is not None]
+    return composite[0] if composite else ("", "")
 
 
 def _pattern(entry: Any) -> str:

@@ -1,5 +1,6 @@
 """The CUDA backend: graph segments are CUDA graphs of one pool, launched by the driver."""
 
+import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -8,7 +9,7 @@ from typing import Any
 import torch
 
 from segcapture.ambient import Ambient
-from segcapture.backends.driver import Driver, get_driver
+from segcapture.backends.driver import Driver, Launch, get_driver
 from segcapture.backends.pool import (
     OwnedGraph,
     Pool,
@@ -19,8 +20,9 @@ from segcapture.backends.pool import (
     pool_id_of,
 )
 from segcapture.backends.streams import Forks, Lane, ordered
-from segcapture.errors import CaptureFailedError, CaptureStateError, SegcaptureError
-from segcapture.segments import DONE, Around, EagerSegment, GraphSegment, Segment, Step
+from segcapture.errors import CaptureFailedError, CaptureStateError
+from segcapture.replay import Around, Program, Step, eager_step, graph_step
+from segcapture.segments import EagerSegment, Segment
 
 # Before 2.12 a generator knows only one capture at a time, whatever thread it is in.
 _ONE_CAPTURE_A_DEVICE = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12)
@@ -28,6 +30,8 @@ _device_locks: dict[int | None, threading.RLock] = {}
 
 _BREAK = "Move it into a function marked `@eager_break_during_capture`."
 _ADVICE = {  # https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__TYPES.html, cudaError
+    1: "Typical of waiting for an event that was recorded in a segment that has ended: record it again, or "
+    "use `wait_stream`.",
     900: f"The operation waits for the device or reads from it, which a capture forbids. {_BREAK}",
     901: f"An operation before it had failed and made the capture invalid. {_BREAK}",
     902: "Two captures were merged: do not wait for a stream that another capture records.",
@@ -42,24 +46,20 @@ _ADVICE = {  # https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__TYPE
 class CudaGraph(OwnedGraph):
     """One instantiated CUDA graph."""
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, operations: int, step: Step | None) -> None:
+    def __init__(self, graph: torch.cuda.CUDAGraph, operations: int, direct: Launch | None) -> None:
         super().__init__(graph)
         self.operations = operations
-        self.step: Step = step or _prepared_launch(graph)
-
-    def launch(self) -> None:
-        """Launch on the current stream, random numbers included."""
-        self.graph.replay()
+        self.launch: Launch = direct or _prepared_launch(graph)
 
 
-def _prepared_launch(graph: torch.cuda.CUDAGraph) -> Step:
+def _prepared_launch(graph: torch.cuda.CUDAGraph) -> Launch:
     """Through torch, which sets seed and offset of the graph's random numbers before each launch."""
 
-    def step(stream: Any) -> tuple[int]:
+    def launch(stream: Any) -> tuple[int]:
         graph.replay()
-        return DONE
+        return (0,)
 
-    return step
+    return launch
 
 
 class CudaBackend:
@@ -256,20 +256,16 @@ class CudaBackend:
 
     def run(self, segment: Segment) -> None:
         """Run one segment on the current stream, and wait for it."""
-        ambient = segment.ambient if isinstance(segment, EagerSegment) else Ambient.current(self.device)
-        self._run_all([self._step(segment, ambient)], [segment])
+        self._run(Program([segment], [_step(segment)]))
         torch.cuda.current_stream(self.device).synchronize()
 
     def replayer(self, segments: Sequence[Segment]) -> Callable[[], None]:
-        """The replay loop: everything that can be known before is looked up here."""
-        eager = [segment for segment in segments if isinstance(segment, EagerSegment)]
-        segments = tuple(segments)
-        run_all, device = self._run_all, self.device
-        if not eager:
-            plain = [self._step(segment, None) for segment in segments]
-            return lambda: run_all(plain, segments)
-        base = eager[0].ambient
-        steps = [self._step(segment, base) for segment in segments]
+        """The replay loop. Eager segments run in the ambient state of the first one's capture."""
+        base = next((s.ambient for s in segments if isinstance(s, EagerSegment)), None)
+        program = Program(segments, [_step(segment, base) for segment in segments])
+        run = self._run
+        if base is None:
+            return functools.partial(run, program)
 
         def replay() -> None:
             if torch.cuda.is_current_stream_capturing():
@@ -277,41 +273,29 @@ class CudaBackend:
                     "The current stream is being captured by torch.cuda.graph or another library, and eager "
                     "segments cannot be: replay outside of it."
                 )
-            if Ambient.current(device) == base:
-                run_all(steps, segments)
+            if base.is_current():
+                run(program)
             else:
                 with base.entered():
-                    run_all(steps, segments)
+                    run(program)
 
         return replay
 
-    def _run_all(self, steps: Sequence[Step], segments: Sequence[Segment]) -> None:
+    def _run(self, program: Program) -> None:
+        """On the current stream, after all that was captured or replayed on the same lane."""
         assert self._state is not None
         lane = self._state.lane
         with lane.lock:
             raw = _current(self.device)
             if raw != lane.last:
                 lane.move_to(raw)
-            stream = self._driver.handle(raw)
-            for step in steps:
-                status = step(stream)[0]
-                if status:
-                    raise self._launch_failed(segments[steps.index(step)], status)
+            program.run(self._driver.handle(raw))
 
-    def _launch_failed(self, segment: Segment, status: Any) -> SegcaptureError:
-        return SegcaptureError(
-            f"{segment} could not be launched: CUDA error {int(status)} ({getattr(status, 'name', '?')}). "
-            f"An error of an earlier kernel shows here too: run with CUDA_LAUNCH_BLOCKING=1, or step "
-            f"through `capture.steps()`."
-        )
 
-    def _step(self, segment: Segment, base: Ambient | None) -> Step:
-        if isinstance(segment, GraphSegment):
-            graph = segment.graph
-            assert isinstance(graph, CudaGraph)
-            return graph.step
-        assert base is not None
-        return segment.compiled(base, _across(segment) if segment.forks else None)
+def _step(segment: Segment, base: Ambient | None = None) -> Step:
+    if isinstance(segment, EagerSegment):
+        return eager_step(segment, base or segment.ambient, _across(segment) if segment.forks else None)
+    return graph_step(segment)
 
 
 def _across(segment: EagerSegment) -> Around:

@@ -12,7 +12,8 @@ import torch
 
 from segcapture.ambient import Ambient
 from segcapture.backends.tape import Recorder, Tape
-from segcapture.segments import EagerSegment, GraphSegment, Segment
+from segcapture.replay import Program, Step, eager_step, graph_step
+from segcapture.segments import EagerSegment, Segment
 
 
 class EmulatedBackend:
@@ -80,33 +81,25 @@ class EmulatedBackend:
 
     def run(self, segment: Segment) -> None:
         """Run one segment, synchronised."""
-        segment.run()
+        Program([segment], [_step(segment)]).run(None)
         self.wait_for_host_copies()
 
     def replayer(self, segments: Sequence[Segment]) -> Callable[[], None]:
         """The replay loop. Eager segments run in the ambient state of the first one's capture."""
-        eager = [segment for segment in segments if isinstance(segment, EagerSegment)]
-        base = eager[0].ambient if eager else Ambient.current(self.device)
-        steps: list[Callable[[Any], object]] = [
-            segment.compiled(base) if isinstance(segment, EagerSegment) else _launch(segment)
-            for segment in segments
-        ]
+        base = next((s.ambient for s in segments if isinstance(s, EagerSegment)), None)
+        program = Program(segments, [_step(segment, base) for segment in segments])
 
         def replay() -> None:
-            if eager and Ambient.current(base_device) != base:
-                with base.entered():
-                    run()
+            if base is None or base.is_current():
+                program.run(None)
             else:
-                run()
+                with base.entered():
+                    program.run(None)
 
-        def run() -> None:
-            for step in steps:
-                step(None)
-
-        base_device = self.device
         return replay
 
 
-def _launch(segment: GraphSegment) -> Callable[[Any], object]:
-    launch = segment.graph.launch
-    return lambda stream: launch()
+def _step(segment: Segment, base: Ambient | None = None) -> Step:
+    if isinstance(segment, EagerSegment):
+        return eager_step(segment, base or segment.ambient)
+    return graph_step(segment)

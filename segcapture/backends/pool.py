@@ -61,9 +61,9 @@ def _empty_graph(pool_id: PoolId, lane: Lane, driver: Driver) -> torch.cuda.CUDA
 
 def _undo_begin(device: torch.device, pool_id: PoolId, lane: Lane, driver: Driver) -> None:
     """torch may be left recording into the pool, and its generator capturing."""
-    for undo in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):
-        with suppress(RuntimeError):
-            undo(device.index, pool_id)
+    with suppress(RuntimeError):  # the first refuses where the allocator had not begun
+        torch._C._cuda_endAllocateToPool(device.index, pool_id)
+        torch._C._cuda_releasePool(device.index, pool_id)
     _empty_graph(torch.cuda.graph_pool_handle(), lane, driver)
 
 

@@ -7,25 +7,33 @@ integer indices are fine, and conversions to Python reach no operator at all.
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
+from segcapture.composites import names_of
 from segcapture.errors import CaptureFailedError
 from segcapture.source import location
 
 # CUDA's own words for error 900, cudaErrorStreamCaptureUnsupported.
 CUDA_WORDS = "operation not permitted when stream is capturing"
 
+# Composite operators reach the tape in parts (`torch.where(c)` and `argwhere` as `nonzero`, say).
+_ON_HOST = "reads a value on the host"
+_DYNAMIC = "has a result whose size depends on the data, which is read on the host"
+_MASK = "with a boolean mask has a size that depends on the data, which is read on the host"
 _ALWAYS = {
-    "aten::_local_scalar_dense": "(`.item()`) reads a value on the host",
-    "aten::item": "reads a value on the host",
-    "aten::is_nonzero": "(`bool(t)`) reads a value on the host",
-    "aten::equal": "(`torch.equal`) reads a value on the host",
-    "aten::allclose": "reads a value on the host",
+    "aten::_local_scalar_dense": f"(`.item()`) {_ON_HOST}",
+    "aten::equal": f"(`torch.equal`) {_ON_HOST}",
+    "aten::allclose": _ON_HOST,
     "aten::_linalg_check_errors": "reads an error code on the host",
+    "aten::linalg_eig": "is computed on the host",
+    # Their standard deviations are checked on the host.
+    "aten::normal.float_Tensor": _ON_HOST,
+    "aten::normal.Tensor_Tensor": _ON_HOST,
+    "higher_order::cond": "reads its condition on the host",
+    "higher_order::while_loop": "reads its condition on the host",
     **dict.fromkeys(
         (
             "aten::nonzero",
-            "aten::nonzero_numpy",
-            "aten::argwhere",
             "aten::masked_select",
             "aten::_unique",
             "aten::_unique2",
@@ -33,10 +41,9 @@ _ALWAYS = {
             "aten::unique_consecutive",
             "aten::unique_dim_consecutive",
             "aten::bincount",
-            "aten::combinations",
-            "aten::repeat_interleave.Tensor",
+            "aten::_to_sparse",
         ),
-        "has a result whose size depends on the data, which is read on the host",
+        _DYNAMIC,
     ),
 }
 
@@ -59,40 +66,68 @@ _CONVERSIONS = {
 
 def check_operator(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raise CaptureFailedError for an operator that CUDA would not capture."""
-    name: str = func._schema.name
-    reason = _ALWAYS.get(name) or _ALWAYS.get(f"{name}.{func._schema.overload_name}")
+    name, overload = names_of(func)
+    reason = _ALWAYS.get(name) or _ALWAYS.get(f"{name}.{overload}")
     if reason is None:
         reason = _depending_on_arguments(name, args, kwargs)
     if reason is not None:
         _refuse(name, reason)
 
 
-def check_conversion(func: Any, args: tuple[Any, ...], device: torch.device) -> None:
-    """Raise CaptureFailedError for a conversion of a tensor on `device` to Python."""
+def check_function(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> None:
+    """Raise CaptureFailedError for what operators do not show: conversions of tensors on `device` to Python.
+
+    And for values on `device` that CUDA's kernels read on the host, where Python numbers are fine: the CPU
+    knows no such difference, and by the time of the operator both are tensors.
+    """
     name = getattr(func, "__name__", "")
-    if name not in _CONVERSIONS or not args:
+    if not args or not isinstance(args[0], torch.Tensor) or args[0].device != device:
         return
-    tensor = args[0]
-    if isinstance(tensor, torch.Tensor) and tensor.device == device:
-        if name == "__format__" and len(args) > 1 and not args[1] and tensor.dim():
+    if name in _CONVERSIONS:
+        if name == "__format__" and len(args) > 1 and not args[1] and args[0].dim():
             name = "__repr__"
         _refuse(f"Tensor.{name}", _CONVERSIONS[name])
+    value = args[-1] if len(args) > 2 else kwargs.get("value")
+    if isinstance(value, torch.Tensor) and value.device == device:
+        if name in _FILLS:
+            _refuse(f"Tensor.{name}", "with a tensor as the value reads it on the host: give it a number")
+        if name in ("__setitem__", "index_put", "index_put_") and any(map(_is_mask, tree_leaves(args[1]))):
+            _refuse(f"Tensor.{name}", _MASK)
+
+
+_FILLS = ("masked_fill", "masked_fill_", "index_fill", "index_fill_")
+
+
+def _is_mask(index: Any) -> bool:
+    return isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8)
 
 
 def _depending_on_arguments(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
     if name in ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"):
-        masks = [t for t in args[1] if t is not None and t.dtype in (torch.bool, torch.uint8)]
-        if masks and not (name != "aten::index" and _is_masked_fill(args, kwargs)):
-            return "with a boolean mask has a size that depends on the data, which is read on the host"
-    if name == "aten::where" and len(args) == 1:
-        return "with one argument is nonzero, whose size depends on the data"
+        masks = any(map(_is_mask, args[1]))
+        if masks and (name == "aten::index" or not _is_masked_fill(args, kwargs)):
+            return _MASK
     if name == "aten::repeat_interleave" and kwargs.get("output_size") is None:
-        repeats = args[1] if len(args) > 1 else kwargs.get("repeats", args[0])
-        if isinstance(repeats, torch.Tensor):
-            return "without output_size reads the sum of the repeats on the host"
-    if name == "aten::one_hot" and (args[1] if len(args) > 1 else kwargs.get("num_classes", -1)) == -1:
-        return "without num_classes reads the largest class on the host"
+        return "without output_size reads the sum of the repeats on the host"
+    if name == "aten::histc" and (len(args) < 4 or args[2] == args[3]):
+        return "without a range reads the smallest and the largest value on the host"
+    if name in ("aten::copy_", "aten::_to_copy"):
+        return _waiting_copy(name, args, kwargs)
     return None
+
+
+def _waiting_copy(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """CUDA captures copies between host and device that it need not wait for: pinned, and non_blocking."""
+    in_place = name == "aten::copy_"
+    source: torch.Tensor = args[1] if in_place else args[0]
+    target: torch.device | None = args[0].device if in_place else kwargs.get("device")
+    if target is None or (source.device.type == "cpu") == (target.type == "cpu"):
+        return None
+    non_blocking = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
+    host = source if source.device.type == "cpu" else args[0] if in_place else None
+    if non_blocking and (host is None or host.is_pinned()):
+        return None
+    return "copies between host and device and waits for it (pinned memory and non_blocking would not)"
 
 
 def _is_masked_fill(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

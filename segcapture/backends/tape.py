@@ -9,10 +9,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from segcapture.backends.refusals import check_conversion, check_operator
+from segcapture.backends.refusals import check_function, check_operator
+from segcapture.compiled import uncompiled
+from segcapture.composites import body_of, names_of
 from segcapture.errors import CaptureFailedError
 from segcapture.memory import copy_into
 from segcapture.ownership import storage_id
+from segcapture.source import location
 
 # They promise no values, so there is nothing to run again.
 _EMPTY = {
@@ -37,10 +40,11 @@ class Tape:
         self._entries.append(entry)
         self.operations += 1
 
-    def launch(self) -> None:
-        """Run all operators again."""
+    def launch(self, stream: Any) -> tuple[int]:
+        """Run all operators again; the status is always 0."""
         for _ in self.launch_stepwise():
             pass
+        return (0,)
 
     def launch_stepwise(self) -> Iterator[str]:
         """The same, stopping after each operator with its name."""
@@ -64,7 +68,7 @@ class _Entry:
 
     def __init__(self, func: Any, args: Any, kwargs: Any, fresh: list[tuple[int, torch.Tensor]]) -> None:
         self._func, self._args, self._kwargs, self._fresh = func, args, kwargs, fresh
-        self.name: str = func._schema.name
+        self.name = names_of(func)[0]
 
     def run(self) -> None:
         out = self._func(*self._args, **self._kwargs)
@@ -106,14 +110,13 @@ class Recorder:
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """Watch for the block."""
-        with _RecordFunctions(self), _RecordOperators(self):
+        with uncompiled(), _RecordFunctions(self), _RecordOperators(self):
             yield
 
     def record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator and write it on the tape."""
         tape = self.tape
-        if tape is None:
-            return func(*args, **kwargs)
+        assert tape is not None
         if not self.trusted and self._on_device(args, kwargs):
             check_operator(func, args, kwargs)
         # Aliases, since code may change the shape of a tensor object in place later.
@@ -121,13 +124,18 @@ class Recorder:
         out = func(*args, **kwargs)
         leaves = (out,) if isinstance(out, torch.Tensor) else tree_leaves(out)
         _wait_for_work(func, leaves)
-        schema = func._schema
-        if schema.name in _EMPTY or torch.Tag.inplace_view in func.tags or func.namespace == "profiler":
+        if _needs_nothing(func):
             return out
         given = {storage_id(t) for t in tree_leaves((args, kwargs)) if _has_storage(t)}
         tensors = [(i, leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         fresh = [(i, t) for i, t in tensors if not (_has_storage(t) and storage_id(t) in given)]
-        if fresh or not tensors or schema.is_mutable:
+        if not all(_has_storage(t) for _, t in fresh):
+            raise CaptureFailedError(
+                f"`{names_of(func)[0]}` made a sparse tensor at {location()}: the tape writes new values to "
+                f"the memory of the captured ones, which dense tensors alone have. Make it in a function "
+                f"marked `@eager_break_during_capture`, or before the capture."
+            )
+        if fresh or not tensors or _may_write(func):
             # Results are kept with their metadata of now, as arguments are.
             tape.add(_Entry(func, kept_args, kept_kwargs, [(i, _alias(t)) for i, t in fresh]))
         return out
@@ -139,6 +147,16 @@ class Recorder:
             for leaf in tree_leaves((args, kwargs))
             if isinstance(leaf, torch.Tensor)
         )
+
+
+def _needs_nothing(func: Any) -> bool:
+    tags = getattr(func, "tags", ())
+    return names_of(func)[0] in _EMPTY or torch.Tag.inplace_view in tags or func.namespace == "profiler"
+
+
+def _may_write(func: Any) -> bool:
+    schema = getattr(func, "_schema", None)
+    return schema is None or bool(schema.is_mutable)
 
 
 def _has_storage(value: Any) -> bool:
@@ -155,8 +173,19 @@ class _RecordOperators(TorchDispatchMode):
         super().__init__()
         self._recorder = recorder
 
+    supports_higher_order_operators = True  # they are recorded whole
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self._recorder.record(func, args, kwargs or {})
+        if types:
+            return NotImplemented  # A subclass first: the operators that it makes of this one come here.
+        kwargs = kwargs or {}
+        if self._recorder.tape is None:
+            return func(*args, **kwargs)
+        body = body_of(func)
+        if body is not None:
+            with self:
+                return body(*args, **kwargs)
+        return self._recorder.record(func, args, kwargs)
 
 
 class _RecordFunctions(TorchFunctionMode):
@@ -171,7 +200,7 @@ class _RecordFunctions(TorchFunctionMode):
         recorder = self._recorder
         if recorder.tape is None or recorder.trusted:
             return func(*args, **kwargs)
-        check_conversion(func, args, recorder.device)
+        check_function(func, args, kwargs, recorder.device)
         if getattr(func, "__name__", "") == "one_hot" and _classes(args, kwargs) != -1:
             # The CPU kernel checks the range of the classes on the host, the CUDA kernel does not.
             recorder.trusted += 1
