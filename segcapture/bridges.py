@@ -1,7 +1,8 @@
 """Bridges: tensors at a fixed address in the pool that carry eager outputs to later segments."""
 
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from operator import eq
 from typing import Any, Protocol
 
 import torch
@@ -103,29 +104,22 @@ class Bridges:
         self._devices = [t.device for t in self.targets]
         self._pointers = [t.data_ptr() for t in self.targets]
         self._repeats = any(has_repeats(t) for t in self.targets)
-        self._shared = [i for i in range(len(self.targets)) if self._group_of.count(self._group_of[i]) > 1]
-        if len(self.targets) == 1:
-            self._target, self._shape = self.targets[0], self._shapes[0]
-            self._dtype, self._device, self._pointer = self._dtypes[0], self._devices[0], self._pointers[0]
+        self._separate = self._group_of == list(range(len(self.targets)))
+        self._same_layout: Callable[..., bool] = _unsure
 
     def store_one(self, new: Any) -> None:
         """Write back an output that is one tensor."""
         if (
             type(new) is not torch.Tensor
-            or new.shape != self._shape
-            or new.dtype is not self._dtype
-            or new.device != self._device
+            or new.shape != self._shapes[0]
+            or new.dtype is not self._dtypes[0]
+            or new.device != self._devices[0]
         ):
-            check_layout(self.where, self._paths[0], self._target, new)
-        if new.data_ptr() == self._pointer and new.stride() == self._target.stride():
+            check_layout(self.where, self._paths[0], self.targets[0], new)
+        if new.data_ptr() == self._pointers[0] and new.stride() == self.targets[0].stride():
             return
-        if self._on_host:
-            self._memory.wait_for_host_copies()
-        with torch.no_grad():
-            if self._repeats:
-                copy_into(self._target, new)
-            else:
-                self._target.copy_(new)
+        with _no_grad():
+            self._copy([new], self.targets)
 
     def store(self, new: Sequence[Any]) -> None:
         """Write back the leaves of an output, in the order of the captured ones.
@@ -136,56 +130,92 @@ class Bridges:
         """
         if not new:
             return
-        for i, tensor in enumerate(new):
-            if (
-                type(tensor) is not torch.Tensor
-                or tensor.shape != self._shapes[i]
-                or tensor.dtype is not self._dtypes[i]
-                or tensor.device != self._devices[i]
-            ):
-                check_layout(self.where, self._paths[i], self.targets[i], tensor)
+        if not self._same_layout(*new):
+            for path, target, tensor in zip(self._paths, self.targets, new, strict=True):
+                check_layout(self.where, path, target, tensor)
+            # Made here and not at capture, since it compares the thread's dispatch state too.
+            self._same_layout = _layout_guard(new)
         pointers = [tensor.data_ptr() for tensor in new]
         self._check_sharing(new, pointers)
+        targets: Sequence[torch.Tensor] = self.targets
+        if any(map(eq, pointers, self._pointers)):
+            moved = [i for i, pointer in enumerate(pointers) if pointer != self._pointers[i]]
+            targets, new = [targets[i] for i in moved], [new[i] for i in moved]
+        with _no_grad():
+            self._copy(new, targets)
+
+    def _copy(self, new: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
         if self._on_host:
             self._memory.wait_for_host_copies()
-        with torch.no_grad():
-            if self._repeats or self._on_host:
-                for target, tensor, pointer in zip(self.targets, new, pointers, strict=True):
-                    if target.data_ptr() != pointer:
-                        copy_into(target, tensor)
-                return
-            targets: Sequence[torch.Tensor] = self.targets
-            if any(map(int.__eq__, pointers, self._pointers)):
-                moved = [i for i, pointer in enumerate(pointers) if pointer != self._pointers[i]]
-                targets, new = [self.targets[i] for i in moved], [new[i] for i in moved]
-            if len(targets) > 1:
-                torch._foreach_copy_(targets, new)  # type: ignore[arg-type]
-            elif targets:
-                targets[0].copy_(new[0])
+        if self._repeats or self._on_host:
+            for target, tensor in zip(targets, new, strict=True):
+                copy_into(target, tensor)
+        elif len(targets) > 1:
+            torch._foreach_copy_(targets, new)  # type: ignore[arg-type]
+        elif targets:
+            targets[0].copy_(new[0])
 
     def _check_sharing(self, new: Sequence[torch.Tensor], pointers: list[int]) -> None:
-        """Leaves that shared memory still do, at the same distances, and no others."""
-        for i in self._shared:
-            first = self._group_of[i]
-            same_distance = pointers[i] - pointers[first] == self._pointers[i] - self._pointers[first]
-            if new[i].numel() and not (same_distance and new[i].stride() == self.targets[i].stride()):
-                raise OutputMismatchError(
-                    f"{self.where} returned `{self._paths[first]}` and `{self._paths[i]}` as views of one "
-                    f"memory at capture, and not in the same way now (strides {_list(new[i].stride())}, "
-                    f"expected {_list(self.targets[i].stride())}). How outputs share memory is fixed at "
-                    f"capture: return clones, or the same views."
-                )
-        order = sorted(range(len(new)), key=pointers.__getitem__)
-        for before, after in pairwise(order):
-            if self._group_of[before] == self._group_of[after] or not new[before].numel():
+        """Leaves that shared a storage still do, at the same distances, and no others."""
+        storages = [tensor.untyped_storage()._cdata for tensor in new]
+        if self._separate and len(set(storages)) == len(new):
+            return
+        first_with: dict[int, int] = {}
+        for i, tensor in enumerate(new):
+            first = first_with.setdefault(storages[i], i)
+            captured_first = self._group_of[i]
+            if first == captured_first == i:
                 continue
-            low, high = byte_range(new[before])
-            if pointers[before] + high - low > pointers[after] and new[after].numel():
-                raise OutputMismatchError(
-                    f"{self.where} returned `{self._paths[before]}` and `{self._paths[after]}` as views of "
-                    f"one memory, and as separate tensors at capture. How outputs share memory is fixed "
-                    f"at capture: return clones."
-                )
+            same_distance = (
+                pointers[i] - pointers[first] == self._pointers[i] - self._pointers[first]
+                and tensor.stride() == self.targets[i].stride()
+            )
+            if tensor.numel() and (first != captured_first or not same_distance):
+                raise self._shared_otherwise(new, i, min(first, captured_first))
+
+    def _shared_otherwise(self, new: Sequence[torch.Tensor], i: int, other: int) -> OutputMismatchError:
+        at_capture = self._group_of[i] == other
+        now = new[i].untyped_storage()._cdata == new[other].untyped_storage()._cdata
+        how = {True: "views of one memory", False: "separate tensors"}
+        found = how[now]
+        if at_capture and now:
+            found = (
+                f"other views of it: strides {_list(new[i].stride())} at byte distance "
+                f"{new[i].data_ptr() - new[other].data_ptr()}, expected strides "
+                f"{_list(self.targets[i].stride())} at {self._pointers[i] - self._pointers[other]}"
+            )
+        return OutputMismatchError(
+            f"{self.where} returned `{self._paths[other]}` and `{self._paths[i]}` as {how[at_capture]} at "
+            f"capture, and now as {found}. How outputs share memory is fixed at capture: return the same "
+            f"views, or clones."
+        )
+
+
+def _no_grad() -> AbstractContextManager[object]:
+    """`torch.no_grad()`, where it makes a difference: entering it costs as much as ten checks."""
+    return torch.no_grad() if torch.is_grad_enabled() else nullcontext()
+
+
+def _unsure(*tensors: object) -> bool:
+    return False
+
+
+def _layout_guard(seen: Sequence[torch.Tensor]) -> Callable[..., bool]:
+    """A quick test whether tensors are laid out as those seen before; False may also be a doubt.
+
+    torch.compile's guards compare type, dtype, device and shape of a list of tensors in one call of C++:
+    0.1 us a tensor, where comparing in Python costs 0.5.
+    """
+    try:
+        from torch._C._dynamo.guards import TensorGuards
+
+        sizes: Any = [list(t.shape) for t in seen]
+        strides: Any = [[None] * t.dim() for t in seen]
+        guards = TensorGuards(*seen, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+    except (ImportError, TypeError, RuntimeError):
+        return _unsure
+    check: Callable[..., bool] = guards.check
+    return check
 
 
 def check_layout(where: str, path: str, captured: torch.Tensor, new: Any) -> None:

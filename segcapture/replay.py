@@ -9,7 +9,8 @@ from segcapture.segments import EagerSegment, GraphSegment, Segment
 
 Around = Callable[[Callable[[], Any]], Callable[[], Any]]
 Step = tuple[Callable[..., Any], tuple[Any, ...] | None, Callable[[Any], None] | None]
-"""Eager: a function, its arguments, and where its output goes. Graph: a launch, None, None."""
+"""Eager: a function, its arguments, and where its output goes (None: it returns None). Graph: a launch,
+None, None."""
 
 
 def graph_step(segment: GraphSegment) -> Step:
@@ -23,6 +24,7 @@ def eager_step(segment: EagerSegment, base: Ambient, around: Around | None = Non
     `around` wraps the function's call (not the write-back of its output).
     """
     call, store = segment.call, segment.writeback.store
+    target = None if segment.writeback.expects_none else store
     invoke = call.invoke if around is None else around(call.invoke)
     if segment.ambient != base:
 
@@ -30,14 +32,10 @@ def eager_step(segment: EagerSegment, base: Ambient, around: Around | None = Non
             with segment.ambient.entered():
                 store(invoke())
 
-        return run_in_own_ambient, (), _ignore
+        return run_in_own_ambient, (), None
     if around is not None or call.live or call.kwargs:
-        return invoke, (), store
-    return call.fn, call.args, store
-
-
-def _ignore(out: None) -> None:
-    """What the function returned has been stored already."""
+        return invoke, (), target
+    return call.fn, call.args, target
 
 
 class Program:
@@ -58,19 +56,25 @@ class Program:
         try:
             for fn, args, store in remaining:
                 if args is None:
-                    status = fn(stream)[0]
-                    if status:
-                        raise _launch_failed(status)
+                    status = fn(stream)
+                    if status[0]:
+                        raise _launch_failed(status[0])
+                elif store is None:
+                    out = fn(*args)
+                    if out is not None:
+                        self._reached(remaining).writeback.store(out)  # says what it expected
                 else:
-                    store(fn(*args))  # type: ignore[misc]
+                    store(fn(*args))
         except BaseException as error:
-            # Asked from the iterator, so that counting costs nothing while all goes well.
-            index = len(self._steps) - remaining.__length_hint__() - 1
             error.add_note(
-                f"segcapture: raised in {self._segments[index]} during replay. The segments after it did "
-                f"not run; the capture can be replayed again."
+                f"segcapture: raised in {self._reached(remaining)} during replay. The segments after it "
+                f"did not run; the capture can be replayed again."
             )
             raise
+
+    def _reached(self, remaining: Any) -> Any:
+        """The segment that runs now: the iterator knows, so that counting costs nothing on the way."""
+        return self._segments[len(self._steps) - remaining.__length_hint__() - 1]
 
 
 def _launch_failed(status: Any) -> SegcaptureError:

@@ -1,6 +1,5 @@
 """The CUDA backend: graph segments are CUDA graphs of one pool, launched by the driver."""
 
-import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -166,8 +165,8 @@ class CudaBackend:
         assert graph is not None
         assert self._forks is not None
         assert self._memory is not None
-        with self._on_capture_stream() as raw:
-            pass
+        assert self._stream is not None
+        raw = self._stream.cuda_stream
         if not self._driver.is_valid(raw):
             raise CaptureFailedError(
                 "A CUDA call in this segment was not allowed and made the capture invalid, and its exception "
@@ -180,7 +179,7 @@ class CudaBackend:
                 self._driver.add_empty_node(raw)
             graph.capture_end()
             self._graph = None
-            self._memory.forget_storages()
+            self._memory.forget_break()
             if operations == 0:
                 return None
             graph.instantiate()
@@ -256,16 +255,16 @@ class CudaBackend:
 
     def run(self, segment: Segment) -> None:
         """Run one segment on the current stream, and wait for it."""
-        self._run(Program([segment], [_step(segment)]))
+        self._runner(Program([segment], [_step(segment)]))()
         torch.cuda.current_stream(self.device).synchronize()
 
     def replayer(self, segments: Sequence[Segment]) -> Callable[[], None]:
         """The replay loop. Eager segments run in the ambient state of the first one's capture."""
         base = next((s.ambient for s in segments if isinstance(s, EagerSegment)), None)
         program = Program(segments, [_step(segment, base) for segment in segments])
-        run = self._run
+        run = self._runner(program)
         if base is None:
-            return functools.partial(run, program)
+            return run
 
         def replay() -> None:
             if torch.cuda.is_current_stream_capturing():
@@ -274,22 +273,27 @@ class CudaBackend:
                     "segments cannot be: replay outside of it."
                 )
             if base.is_current():
-                run(program)
+                run()
             else:
                 with base.entered():
-                    run(program)
+                    run()
 
         return replay
 
-    def _run(self, program: Program) -> None:
-        """On the current stream, after all that was captured or replayed on the same lane."""
+    def _runner(self, program: Program) -> Callable[[], None]:
+        """Run on the current stream, after all that was captured or replayed on the same lane."""
         assert self._state is not None
-        lane = self._state.lane
-        with lane.lock:
-            raw = _current(self.device)
-            if raw != lane.last:
-                lane.move_to(raw)
-            program.run(self._driver.handle(raw))
+        lane, lock, index = self._state.lane, self._state.lane.lock, self.device.index
+        current, handle, run = torch._C._cuda_getCurrentRawStream, self._driver.handle, program.run
+
+        def run_in_order() -> None:
+            with lock:
+                raw = current(index)
+                if raw != lane.last:
+                    lane.move_to(raw)
+                run(handle(raw))
+
+        return run_in_order
 
 
 def _step(segment: Segment, base: Ambient | None = None) -> Step:

@@ -6,7 +6,7 @@ cuda-python, and `TorchDriver` does what torch's own API can.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -26,8 +26,8 @@ class Driver(Protocol):
     def is_valid(self, raw: int) -> bool:
         """Whether the stream is capturing, and can go on."""
 
-    def members(self, raw: int, candidates: Sequence[torch.cuda.Stream]) -> list[torch.cuda.Stream]:
-        """Those of the candidates that are forked into the capture of a stream."""
+    def members(self, raw: int, candidates: Mapping[int, torch.cuda.Stream]) -> list[torch.cuda.Stream]:
+        """Those of the candidates (by raw handle) that are forked into the capture of a stream."""
 
     def node_count(self, raw: int) -> int:
         """Number of nodes recorded so far; -1 where it cannot be known."""
@@ -54,6 +54,17 @@ class Driver(Protocol):
         """The reverse of `relax`."""
 
 
+class _Handles(dict[int, Any]):
+    """The driver's object for each raw stream."""
+
+    def __init__(self, make: Callable[[int], Any]) -> None:
+        super().__init__()
+        self._make = make
+
+    def __missing__(self, raw: int) -> Any:
+        return self.setdefault(raw, self._make(raw))
+
+
 class CudaDriver:
     """Through cuda-python."""
 
@@ -62,7 +73,7 @@ class CudaDriver:
 
         self._cuda: Any = driver
         self._events: dict[int, Any] = {}
-        self._handles: dict[int, Any] = {}
+        self._handles = _Handles(driver.CUstream)
 
     def _call(self, name: str, *args: Any) -> tuple[Any, ...]:
         """Call the driver; a status other than success is a RuntimeError with its code."""
@@ -79,8 +90,6 @@ class CudaDriver:
 
     def handle(self, raw: int) -> Any:
         """A `CUstream`, made once for each stream."""
-        if raw not in self._handles:
-            self._handles[raw] = self._cuda.CUstream(raw)
         return self._handles[raw]
 
     def _status(self, raw: int) -> int:
@@ -94,14 +103,14 @@ class CudaDriver:
         """Status, id, graph, dependencies, ... The tuple grew at its end with cuda-bindings 13."""
         return self._call("cuStreamGetCaptureInfo", self.handle(raw))
 
-    def members(self, raw: int, candidates: Sequence[torch.cuda.Stream]) -> list[torch.cuda.Stream]:
-        """Full information costs more, so the cheap question comes first."""
+    def members(self, raw: int, candidates: Mapping[int, torch.cuda.Stream]) -> list[torch.cuda.Stream]:
+        """Full information costs more, so the cheap question comes first: 0.3 us a stream."""
         is_capturing, handle = self._cuda.cuStreamIsCapturing, self.handle
-        asked = [s for s in candidates if is_capturing(handle(s.cuda_stream))[1]]
+        asked = [other for other in candidates if is_capturing(handle(other))[1] and other != raw]
         if not asked:
             return []
         mine = int(self._info(raw)[1])
-        return [s for s in asked if s.cuda_stream != raw and int(self._info(s.cuda_stream)[1]) == mine]
+        return [candidates[other] for other in asked if int(self._info(other)[1]) == mine]
 
     def node_count(self, raw: int) -> int:
         """Of the graph that the stream is being captured into."""
@@ -190,9 +199,9 @@ class TorchDriver:
         with torch.cuda.stream(self._stream(raw)):
             return torch.cuda.is_current_stream_capturing()
 
-    def members(self, raw: int, candidates: Sequence[torch.cuda.Stream]) -> list[torch.cuda.Stream]:
+    def members(self, raw: int, candidates: Mapping[int, torch.cuda.Stream]) -> list[torch.cuda.Stream]:
         """All candidates that are capturing: with captures in other threads too many."""
-        return [s for s in candidates if s.cuda_stream != raw and self.is_valid(s.cuda_stream)]
+        return [stream for other, stream in candidates.items() if other != raw and self.is_valid(other)]
 
     def node_count(self, raw: int) -> int:
         """Not known."""

@@ -121,6 +121,7 @@ class PoolMemory:
         self._state = pool_state
         self._device = device
         self._reserved = -1
+        self._is_current = False
         self._starts: list[int] = []
         self._ends: list[int] = []
         # Active now means of an earlier capture or owner: those blocks may be freed under us.
@@ -132,12 +133,14 @@ class PoolMemory:
         }
         self._storages: dict[int, torch.UntypedStorage] = {}
 
-    def forget_storages(self) -> None:
-        """Between breaks: a storage's identity may be that of another one later."""
+    def forget_break(self) -> None:
+        """Between breaks: memory may have been added, and a storage's identity may be another one's."""
         self._storages.clear()
+        self._is_current = False
 
     def allocate(self, nbytes: int) -> torch.UntypedStorage:
         """A new block of the pool, for the current stream."""
+        self._is_current = False
         index, pool_id = self._device.index, self._state.id
         torch._C._cuda_beginAllocateCurrentThreadToPool(index, pool_id)
         try:
@@ -177,18 +180,24 @@ class PoolMemory:
         )
 
     def _contains(self, pointer: int) -> bool:
-        # A snapshot costs 175 us and the statistics 12: look again only when memory was added.
-        reserved = torch._C._cuda_memoryStats(self._device.index)["reserved_bytes"]["all"]["current"]
-        if reserved != self._reserved:
-            self._reserved = reserved
-            ranges = sorted(
-                (segment["address"], segment["address"] + segment["total_size"])
-                for segment in torch.cuda.memory_snapshot(self._state.id)
-            )
-            self._starts = [start for start, _ in ranges]
-            self._ends = [end for _, end in ranges]
+        if not self._is_current:
+            self._is_current = True
+            self._look_if_grown()
         at = bisect.bisect_right(self._starts, pointer) - 1
         return at >= 0 and pointer < self._ends[at]
+
+    def _look_if_grown(self) -> None:
+        # A snapshot costs 175 us and the statistics 12: look again only when memory was added.
+        reserved = torch._C._cuda_memoryStats(self._device.index)["reserved_bytes"]["all"]["current"]
+        if reserved == self._reserved:
+            return
+        self._reserved = reserved
+        ranges = sorted(
+            (segment["address"], segment["address"] + segment["total_size"])
+            for segment in torch.cuda.memory_snapshot(self._state.id)
+        )
+        self._starts = [start for start, _ in ranges]
+        self._ends = [end for _, end in ranges]
 
 
 @contextmanager

@@ -87,6 +87,11 @@ def check_function(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], dev
         if name == "__format__" and len(args) > 1 and not args[1] and args[0].dim():
             name = "__repr__"
         _refuse(f"Tensor.{name}", _CONVERSIONS[name])
+    if name == "__deepcopy__":
+        raise CaptureFailedError(
+            f"`Tensor.__deepcopy__` at {location()} copies memory past the operators that the tape records "
+            f"(a CUDA graph would hold it). Write `.clone()`."
+        )
     value = args[-1] if len(args) > 2 else kwargs.get("value")
     if isinstance(value, torch.Tensor) and value.device == device:
         if name in _FILLS:

@@ -79,11 +79,11 @@ def _new_stream(device: torch.device) -> torch.cuda.Stream:
     return stream
 
 
-_torch_streams: dict[int, list[torch.cuda.Stream]] = {}
+_torch_streams: dict[int, dict[int, torch.cuda.Stream]] = {}
 
 
-def torch_streams(device: torch.device) -> list[torch.cuda.Stream]:
-    """Every stream that torch hands out on a device: it takes them round-robin from a fixed set."""
+def torch_streams(device: torch.device) -> dict[int, torch.cuda.Stream]:
+    """Every stream that torch hands out on a device, by raw handle: it takes them from a fixed set."""
     assert device.index is not None
     with _lanes_lock:
         if device.index not in _torch_streams:
@@ -92,7 +92,7 @@ def torch_streams(device: torch.device) -> list[torch.cuda.Stream]:
                 for priority in _PRIORITIES
                 for _ in range(_STREAMS_PER_PRIORITY)
             ]
-            _torch_streams[device.index] = list({s.cuda_stream: s for s in made}.values())
+            _torch_streams[device.index] = {s.cuda_stream: s for s in made}
         return _torch_streams[device.index]
 
 
@@ -110,12 +110,15 @@ class Forks:
     def join(self) -> None:
         """Find the forked streams and join them all: before a segment ends."""
         raw = self._main.cuda_stream
-        current = torch.cuda.current_stream()
-        self.current = current if current.cuda_stream != raw else None
-        candidates = {s.cuda_stream: s for s in self._candidates}
-        # Streams from outside of torch are found while they are current, and remembered.
-        candidates |= {s.cuda_stream: s for s in (*self.streams, current)}
-        self.streams = tuple(self._driver.members(raw, list(candidates.values())))
+        candidates = self._candidates
+        self.current = None
+        if torch._C._cuda_getCurrentRawStream(self._main.device_index) != raw:
+            self.current = torch.cuda.current_stream()
+        if self.current is not None or self.streams:
+            # Streams from outside of torch are found while they are current, and remembered.
+            strangers = (*self.streams, self.current or self._main)
+            candidates = {**candidates, **{s.cuda_stream: s for s in strangers}}
+        self.streams = tuple(self._driver.members(raw, candidates))
         self._driver.join(raw, self.streams)
 
     def fork(self) -> None:

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from segcapture.backends.refusals import check_function, check_operator
 from segcapture.compiled import uncompiled
-from segcapture.composites import body_of, names_of
+from segcapture.composites import has_own_dispatch, is_composite, names_of, run_in_parts
 from segcapture.errors import CaptureFailedError
 from segcapture.memory import copy_into
 from segcapture.ownership import storage_id
@@ -176,15 +176,13 @@ class _RecordOperators(TorchDispatchMode):
     supports_higher_order_operators = True  # they are recorded whole
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if types:
-            return NotImplemented  # A subclass first: the operators that it makes of this one come here.
+        if has_own_dispatch(types):
+            return NotImplemented  # The operators that the subclass makes of this one come here.
         kwargs = kwargs or {}
+        if is_composite(func):
+            return run_in_parts(self, func, args, kwargs)
         if self._recorder.tape is None:
             return func(*args, **kwargs)
-        body = body_of(func)
-        if body is not None:
-            with self:
-                return body(*args, **kwargs)
         return self._recorder.record(func, args, kwargs)
 
 
