@@ -2,13 +2,20 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from operator import eq
 from typing import Any, Protocol
 
 import torch
 
 from segcapture.errors import CaptureFailedError, OutputMismatchError
-from segcapture.memory import byte_range, copy_into, has_repeats, place_on
+from segcapture.memory import (
+    Sharing,
+    byte_range,
+    copy_into,
+    has_repeats,
+    place_on,
+    repeats_alike,
+    same_memory,
+)
 
 _ALIGNMENT = 256  # bytes; what the CUDA allocator's blocks have, and vectorised kernels may ask for
 
@@ -40,6 +47,7 @@ class Bridges:
         self._memory = memory
         self._paths: list[str] = []
         self._sources: list[torch.Tensor] = []
+        self._spans: list[tuple[int, int]] = []  # the addresses of each bridge
         self.targets: list[torch.Tensor] = []
 
     def __len__(self) -> int:
@@ -47,8 +55,8 @@ class Bridges:
 
     def add(self, node: int, path: str, tensor: torch.Tensor) -> None:
         """Take a fresh leaf of the captured output."""
-        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
-            kind = type(tensor).__qualname__ if type(tensor) is not torch.Tensor else str(tensor.layout)
+        kind = unbridgeable(tensor)
+        if kind:
             raise CaptureFailedError(
                 f"{self.where} returned a {kind} at `{path}`, which cannot be carried to later segments. "
                 f"Return a plain dense torch.Tensor, for example the parts that it is made of."
@@ -61,15 +69,10 @@ class Bridges:
     def build(self) -> dict[int, torch.Tensor]:
         """Allocate the bridges, fill them, and return what the model receives, by node."""
         sources, self._sources = self._sources, []
-        groups: dict[int, list[int]] = {}
-        for i, tensor in enumerate(sources):
-            groups.setdefault(tensor.untyped_storage()._cdata, []).append(i)
+        storages = [tensor.untyped_storage()._cdata for tensor in sources]
         made: dict[int, torch.Tensor] = {}
-        self._group_of = [0] * len(sources)
-        for group in groups.values():
-            made.update(self._build_group([(i, sources[i]) for i in group]))
-            for i in group:
-                self._group_of[i] = group[0]
+        for storage in dict.fromkeys(storages):
+            made.update(self._build_group([(i, t) for i, t in enumerate(sources) if storages[i] == storage]))
         on_host = any(t.device != self._memory.device for t in sources)
         if on_host:
             self._memory.wait_for_host_copies()
@@ -79,7 +82,7 @@ class Bridges:
         for i in range(len(sources)):
             alias = self._memory.alias(made[i])
             self.targets.append(made[i] if alias is None else alias)
-        self._compile(on_host)
+        self._compile(on_host, storages)
         return {self.nodes[i]: made[i] for i in range(len(sources))}
 
     def _build_group(self, leaves: list[tuple[int, torch.Tensor]]) -> dict[int, torch.Tensor]:
@@ -95,31 +98,27 @@ class Bridges:
             if id(tensor) not in seen:
                 offset = int(tensor.storage_offset()) * tensor.element_size() - low if tensor.numel() else 0
                 seen[id(tensor)] = place_on(storage, tensor, offset, device)
+        start = storage.data_ptr()
+        self._spans.append((start, start + high - low))
         return {i: seen[id(tensor)] for i, tensor in leaves}
 
-    def _compile(self, on_host: bool) -> None:
+    def _compile(self, on_host: bool, storages: Sequence[int]) -> None:
         self._on_host = on_host
-        self._shapes = [t.shape for t in self.targets]
-        self._dtypes = [t.dtype for t in self.targets]
-        self._devices = [t.device for t in self.targets]
         self._pointers = [t.data_ptr() for t in self.targets]
         self._repeats = any(has_repeats(t) for t in self.targets)
-        self._separate = self._group_of == list(range(len(self.targets)))
+        self._one_by_one = self._repeats or on_host or any(t.is_conj() or t.is_neg() for t in self.targets)
+        self._sharing = Sharing(self.where, self._paths, self.targets, storages)
+        self._low = min((low for low, _ in self._spans), default=0)
+        self._high = max((high for _, high in self._spans), default=0)
         self._same_layout: Callable[..., bool] = _unsure
 
     def store_one(self, new: Any) -> None:
         """Write back an output that is one tensor."""
-        if (
-            type(new) is not torch.Tensor
-            or new.shape != self._shapes[0]
-            or new.dtype is not self._dtypes[0]
-            or new.device != self._devices[0]
-        ):
-            check_layout(self.where, self._paths[0], self.targets[0], new)
-        if new.data_ptr() == self._pointers[0] and new.stride() == self.targets[0].stride():
-            return
-        with _no_grad():
-            self._copy([new], self.targets)
+        if not self._same_layout(new):
+            self.check_layouts([new])
+        pointers = [new.data_ptr()]
+        if pointers != self._pointers or not same_memory(self.targets[0], new):
+            self.write([new], pointers)
 
     def store(self, new: Sequence[Any]) -> None:
         """Write back the leaves of an output, in the order of the captured ones.
@@ -128,67 +127,58 @@ class Bridges:
             OutputMismatchError: a leaf has another shape, dtype or device, is no tensor, or leaves
                 share memory in another way than at capture.
         """
-        if not new:
-            return
+        if new:
+            self.check_layouts(new)
+            pointers = [tensor.data_ptr() for tensor in new]
+            self._sharing.check(new, pointers)
+            self.write(new, pointers)
+
+    def check_layouts(self, new: Sequence[Any]) -> None:
+        """Raise OutputMismatchError unless each leaf is a tensor of its captured layout."""
         if not self._same_layout(*new):
             for path, target, tensor in zip(self._paths, self.targets, new, strict=True):
                 check_layout(self.where, path, target, tensor)
             # Made here and not at capture, since it compares the thread's dispatch state too.
             self._same_layout = _layout_guard(new)
-        pointers = [tensor.data_ptr() for tensor in new]
-        self._check_sharing(new, pointers)
-        targets: Sequence[torch.Tensor] = self.targets
-        if any(map(eq, pointers, self._pointers)):
-            moved = [i for i, pointer in enumerate(pointers) if pointer != self._pointers[i]]
-            targets, new = [targets[i] for i in moved], [new[i] for i in moved]
-        with _no_grad():
-            self._copy(new, targets)
 
-    def _copy(self, new: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+    def write(self, new: Sequence[torch.Tensor], pointers: list[int]) -> None:
+        """Copy the values of checked leaves to the bridges."""
         if self._on_host:
             self._memory.wait_for_host_copies()
-        if self._repeats or self._on_host:
-            for target, tensor in zip(targets, new, strict=True):
-                copy_into(target, tensor)
-        elif len(targets) > 1:
-            torch._foreach_copy_(targets, new)  # type: ignore[arg-type]
-        elif targets:
-            targets[0].copy_(new[0])
+        targets: Sequence[torch.Tensor] = self.targets
+        with _no_grad():
+            if self._repeats:
+                for path, target, tensor in zip(self._paths, targets, new, strict=True):
+                    check_repeats(self.where, path, target, tensor)
+            if any(self._low <= pointer < self._high for pointer in pointers):
+                targets, new = self._apart(new, pointers)
+            if self._one_by_one:
+                for target, tensor in zip(targets, new, strict=True):
+                    copy_into(target, tensor)
+            elif len(targets) > 1:
+                torch._foreach_copy_(targets, new)  # type: ignore[arg-type]
+            elif targets:
+                targets[0].copy_(new[0])
 
-    def _check_sharing(self, new: Sequence[torch.Tensor], pointers: list[int]) -> None:
-        """Leaves that shared a storage still do, at the same distances, and no others."""
-        storages = [tensor.untyped_storage()._cdata for tensor in new]
-        if self._separate and len(set(storages)) == len(new):
-            return
-        first_with: dict[int, int] = {}
-        for i, tensor in enumerate(new):
-            first = first_with.setdefault(storages[i], i)
-            captured_first = self._group_of[i]
-            if first == captured_first == i:
-                continue
-            same_distance = (
-                pointers[i] - pointers[first] == self._pointers[i] - self._pointers[first]
-                and tensor.stride() == self.targets[i].stride()
-            )
-            if tensor.numel() and (first != captured_first or not same_distance):
-                raise self._shared_otherwise(new, i, min(first, captured_first))
+    def _apart(
+        self, new: Sequence[torch.Tensor], pointers: list[int]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Leave out what is in its bridge already, and clone what is in another one, or moved in it."""
+        pairs = [
+            (target, tensor.clone() if any(low <= pointer < high for low, high in self._spans) else tensor)
+            for target, tensor, pointer in zip(self.targets, new, pointers, strict=True)
+            if not same_memory(target, tensor)
+        ]
+        return [target for target, _ in pairs], [tensor for _, tensor in pairs]
 
-    def _shared_otherwise(self, new: Sequence[torch.Tensor], i: int, other: int) -> OutputMismatchError:
-        at_capture = self._group_of[i] == other
-        now = new[i].untyped_storage()._cdata == new[other].untyped_storage()._cdata
-        how = {True: "views of one memory", False: "separate tensors"}
-        found = how[now]
-        if at_capture and now:
-            found = (
-                f"other views of it: strides {_list(new[i].stride())} at byte distance "
-                f"{new[i].data_ptr() - new[other].data_ptr()}, expected strides "
-                f"{_list(self.targets[i].stride())} at {self._pointers[i] - self._pointers[other]}"
-            )
-        return OutputMismatchError(
-            f"{self.where} returned `{self._paths[other]}` and `{self._paths[i]}` as {how[at_capture]} at "
-            f"capture, and now as {found}. How outputs share memory is fixed at capture: return the same "
-            f"views, or clones."
-        )
+
+def unbridgeable(tensor: torch.Tensor) -> str:
+    """What a tensor is that a block of memory cannot carry, or an empty string."""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        return type(tensor).__qualname__
+    if tensor.layout is not torch.strided:
+        return f"{tensor.layout} tensor"
+    return "nested tensor" if tensor.is_nested else "quantized tensor" if tensor.is_quantized else ""
 
 
 def _no_grad() -> AbstractContextManager[object]:
@@ -226,8 +216,12 @@ def check_layout(where: str, path: str, captured: torch.Tensor, new: Any) -> Non
             f"{where} returned a {type(new).__qualname__} at `{path}`; later segments read {expected}. "
             f"The structure of an output is fixed at capture."
         )
-    same = (new.shape, new.dtype, new.device) == (captured.shape, captured.dtype, captured.device)
-    if not same or new.layout is not torch.strided:
+    if new.layout is not torch.strided or new.is_nested:
+        raise OutputMismatchError(
+            f"{where} returned a {unbridgeable(new)} at `{path}`; later segments read {expected}. Return a "
+            f"plain dense tensor."
+        )
+    if (new.shape, new.dtype, new.device) != (captured.shape, captured.dtype, captured.device):
         hint = ""
         if new.shape != captured.shape and new.dim() == captured.dim() > 0:
             hint = f": pad to {_list(captured.shape)}, or capture again for {_list(new.shape)}"
@@ -237,9 +231,18 @@ def check_layout(where: str, path: str, captured: torch.Tensor, new: Any) -> Non
         )
 
 
+def check_repeats(where: str, path: str, captured: torch.Tensor, new: torch.Tensor) -> None:
+    """Raise OutputMismatchError where the captured tensor has no room for all values of `new`."""
+    if not repeats_alike(captured, new):
+        raise OutputMismatchError(
+            f"{where} returned a tensor with strides {_list(new.stride())} at `{path}`, and one with strides "
+            f"{_list(captured.stride())} at capture, whose elements share memory. Return it expanded each "
+            f"time, or never (`.contiguous()`)."
+        )
+
+
 def _layout(tensor: torch.Tensor) -> str:
-    kind = "" if tensor.layout is torch.strided else f"{tensor.layout} "
-    return f"{kind}{str(tensor.dtype).removeprefix('torch.')} {_list(tensor.shape)} on {tensor.device}"
+    return f"{str(tensor.dtype).removeprefix('torch.')} {_list(tensor.shape)} on {tensor.device}"
 
 
 def _list(values: Sequence[int]) -> str:

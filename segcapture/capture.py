@@ -3,34 +3,37 @@
 import enum
 import os
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any
 
 import torch
 
+from segcapture.ambient import Ambient
 from segcapture.backends import make_backend
 from segcapture.backends.base import Replayer
 from segcapture.errors import CaptureFailedError, CaptureStateError
-from segcapture.inspection import table
+from segcapture.inspection.methods import Inspection
 from segcapture.operators import OperatorBreaks
 from segcapture.recording import Options, Recording
-from segcapture.segments import EagerSegment, GraphSegment, Segment
+from segcapture.segments import GraphSegment, Segment
 from segcapture.state import state
 
 MODES = ("breakable", "full", "debug")
 
 
 class _Status(enum.Enum):
-    """NEW -> CAPTURING -> READY or FAILED; `reset()` leads back to NEW from all but CAPTURING."""
+    """NEW -> CAPTURING -> READY or FAILED, READY -> INVALID; `reset()` leads to NEW, save from CAPTURING."""
 
     NEW = "has captured nothing yet"
     CAPTURING = "is still capturing"
     READY = "is complete"
     FAILED = "failed"
+    INVALID = "was invalidated"
 
 
-class BreakableCUDAGraphCapture:
+class BreakableCUDAGraphCapture(Inspection):
     """Capture the operations of a `with` block as segments, and replay them.
 
     The block runs as usual: each graph segment is launched once as soon as it is closed, and eager
@@ -53,6 +56,8 @@ class BreakableCUDAGraphCapture:
             ranks of a distributed program stay together.
         device: Where. Left out: the current CUDA device, or the CPU where there is none.
         name: For messages and tables.
+        check: Watch each operator at capture, and at replay whether what graph segments read is still
+            there, to name faults that are silent otherwise. torch.compile does not compile meanwhile.
 
     Raises:
         ValueError: an unknown mode or error mode; a stream or pool of another device; `execute=False`
@@ -74,13 +79,16 @@ class BreakableCUDAGraphCapture:
         barrier: Callable[[], object] | None = None,
         device: torch.device | str | int | None = None,
         name: str = "",
+        check: bool = False,
     ) -> None:
         self.mode = _checked_mode(mode)
         self.name = name
         if isinstance(breaks, str):
             raise ValueError(f"breaks takes a collection of names or a predicate, got the string {breaks!r}")
         full = self.mode == "full"
-        self._options = Options(breaks, OperatorBreaks(() if full else break_on), barrier, execute, full)
+        self._options = Options(
+            breaks, OperatorBreaks(() if full else break_on), barrier, execute, full, check
+        )
         self._backend = make_backend(
             device,
             debug=self.mode == "debug",
@@ -91,6 +99,7 @@ class BreakableCUDAGraphCapture:
             generators=tuple(generators),
         )
         self._recording: Recording | None = None
+        self._reason = ""
         self._clear(_Status.NEW)
 
     def _clear(self, status: _Status) -> None:
@@ -131,12 +140,6 @@ class BreakableCUDAGraphCapture:
         """The device that is captured on."""
         return self._backend.device
 
-    def describe(self) -> str:
-        """The segment table as text."""
-        return table(self)
-
-    __str__ = describe
-
     # Capture
 
     def __enter__(self) -> "BreakableCUDAGraphCapture":
@@ -148,6 +151,7 @@ class BreakableCUDAGraphCapture:
         if self._status is not _Status.NEW:
             raise CaptureStateError(f"{self._title()} {self._status.value}: call reset() to capture again.")
         self._status = _Status.CAPTURING
+        self._ambient = Ambient.current(self.device)
         self._recording = Recording(self, self._backend, self._options)
         try:
             self._recording.enter()
@@ -179,7 +183,7 @@ class BreakableCUDAGraphCapture:
         recording.leave(failure)
         if failure is None:
             self._segments = tuple(recording.segments)
-            self._replayer = self._backend.replayer(self._segments)
+            self._replayer = self._backend.replayer(self._segments, recording.guard)
             self._status = _Status.READY
         elif failure is not error:
             raise failure
@@ -210,7 +214,7 @@ class BreakableCUDAGraphCapture:
         if not callable(fn):
             raise TypeError(f"add_eager takes a function, got {fn!r}")
         recording = state.recording
-        if recording is None or recording is not self._recording:
+        if recording is None or recording.owner is not self:
             raise CaptureStateError(
                 f"add_eager needs a running capture: {self._title()} {self._status.value}, or another thread "
                 f"is inside of it. Call it inside of the `with` block."
@@ -241,25 +245,6 @@ class BreakableCUDAGraphCapture:
             )
         self._replayer()
 
-    def steps(self) -> Iterator[Segment]:
-        """Replay one segment at a time, synchronised: at each `yield` memory shows the state after it.
-
-        Raises:
-            CaptureStateError: as `replay`.
-        """
-        if self._replayer is None:
-            raise self._cannot_replay()
-        return self._steps()
-
-    def _steps(self) -> Iterator[Segment]:
-        for segment in self._segments:
-            if isinstance(segment, EagerSegment):
-                with segment.ambient.entered():
-                    self._backend.run(segment)
-            else:
-                self._backend.run(segment)
-            yield segment
-
     def reset(self) -> None:
         """Free all segments together. The pool stays, and the object can capture again.
 
@@ -270,12 +255,34 @@ class BreakableCUDAGraphCapture:
             raise CaptureStateError(f"{self._title()} is capturing: leave the `with` block before reset().")
         self._clear(_Status.NEW)
 
+    def invalidate(self, reason: str) -> None:
+        """Let `replay` refuse with this reason until `reset()`: what was captured has been moved, say."""
+        if self._status is _Status.READY:
+            self._status, self._reason, self._replayer = _Status.INVALID, reason, None
+
+    def storages(self) -> list[torch.UntypedStorage]:
+        """The memory that this capture owns: of its pool, with all captures that share it."""
+        return self._backend.storages(self._segments)
+
+    def warm_up(self) -> AbstractContextManager[None]:
+        """Run the block eagerly where a capture would: on the capture stream, ordered both ways."""
+        return self._backend.warm_up()
+
+    def turn(self) -> AbstractContextManager[None]:
+        """For the block: the current stream comes after all replays in this pool, and no thread replays."""
+        return self._backend.turn()
+
+    def _check_ready(self) -> None:
+        if self._replayer is None:
+            raise self._cannot_replay()
+
     def _cannot_replay(self) -> CaptureStateError:
         hint = {
             _Status.NEW: "Capture first: `with BreakableCUDAGraphCapture() as g: ...`.",
             _Status.CAPTURING: "Leave the `with` block first.",
             _Status.FAILED: "Call reset() and capture again, or make a new one.",
             _Status.READY: "",
+            _Status.INVALID: f"The reason: {self._reason}. Call reset() and capture again.",
         }[self._status]
         return CaptureStateError(
             f"{self._title()} {self._status.value}, so there is nothing to replay. {hint}"

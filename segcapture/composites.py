@@ -6,11 +6,16 @@ same program shows the same operators either way.
 """
 
 import functools
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch._C import DispatchKey
 from torch._ops import HigherOrderOperator
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_ABOVE_MODES = (DispatchKey.ADInplaceOrView, DispatchKey.AutocastCPU, DispatchKey.AutocastCUDA)
 
 
 def names_of(func: Any) -> tuple[str, str]:
@@ -21,11 +26,45 @@ def names_of(func: Any) -> tuple[str, str]:
 
 
 @functools.lru_cache(maxsize=4096)
-def body_of(func: Any) -> Any:
-    """The function that runs a composite operator in smaller ones, or None for all others."""
-    if isinstance(func, HigherOrderOperator):
-        return None
-    has = functools.partial(torch._C._dispatch_has_kernel_for_dispatch_key, func.name())
-    if not has("CompositeImplicitAutograd") or has("CPU") or has("CUDA"):
-        return None
-    return functools.partial(func._op_dk, DispatchKey.CompositeImplicitAutograd)
+def is_composite(func: Any) -> bool:
+    """Whether an operator has no kernel of its own, on the CPU and on CUDA."""
+    return (
+        not isinstance(func, HigherOrderOperator)
+        and torch._C._dispatch_has_kernel(func.name())  # not an overload of TorchScript alone
+        and _has(func, "CompositeImplicitAutograd")
+        and not _has(func, "CPU")
+        and not _has(func, "CUDA")
+    )
+
+
+def run_in_parts(mode: TorchDispatchMode, func: Any, args: Any, kwargs: Any) -> Any:
+    """Run a composite operator that reached `mode`, so that the mode sees its parts."""
+    with mode, as_called(func):
+        return func._op_dk(DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+
+
+@contextmanager
+def as_called(func: Any) -> Iterator[None]:
+    """Let a composite operator that reached a mode run as it would have run without the mode.
+
+    In a mode, views do not know their base, and autocast is off. But `matmul` picks its kernel by whether
+    a view of a weight requires grad, and autocast is for the parts, unless it knows the whole.
+    """
+    excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
+    with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]
+        outside = {key: excluded(key) or _has(func, key.name) for key in _ABOVE_MODES}
+    with ExitStack() as stack:
+        for key, without in outside.items():
+            stack.enter_context(torch._C._SetExcludeDispatchKeyGuard(key, without))
+        yield
+
+
+def has_own_dispatch(types: Any) -> bool:
+    """Whether a tensor subclass among the arguments says itself which operators it consists of."""
+    plain = torch._C._disabled_torch_dispatch_impl  # a Parameter's, say
+    return any(kind.__torch_dispatch__ is not plain for kind in types)
+
+
+@functools.lru_cache(maxsize=4096)
+def _has(func: Any, key: str) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)

@@ -12,6 +12,11 @@ class CaptureStateError(SegcaptureError):
 class CaptureFailedError(SegcaptureError):
     """Something in the `with` block cannot be captured."""
 
+    operator: str = ""
+    """Name of the operator that was refused, if one was."""
+    reason: str = ""
+    """Why it was."""
+
 
 class OutputMismatchError(SegcaptureError):
     """An eager function returned, at replay, something else than at capture."""

@@ -1,6 +1,10 @@
 """Tensors as byte ranges of a storage: aliases that own nothing, and copies that skip repeats."""
 
+from collections.abc import Sequence
+
 import torch
+
+from segcapture.errors import OutputMismatchError
 
 
 def byte_range(tensor: torch.Tensor) -> tuple[int, int]:
@@ -23,8 +27,40 @@ def without_repeats(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def has_repeats(tensor: torch.Tensor) -> bool:
-    """Whether a dimension of stride 0 shows the same bytes more than once."""
-    return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    """Whether the same bytes show more than once: in a dimension of stride 0, or in windows."""
+    cut = without_repeats(tensor)
+    return cut is not tensor or _has_windows(cut)
+
+
+def _has_windows(tensor: torch.Tensor) -> bool:
+    low, high = byte_range(tensor)
+    return tensor.numel() * tensor.element_size() > high - low
+
+
+def repeats_alike(captured: torch.Tensor, new: torch.Tensor) -> bool:
+    """Whether `new` repeats its values wherever `captured` does, so that a copy loses none."""
+    for size, before, now in zip(captured.shape, captured.stride(), new.stride(), strict=True):
+        if size > 1 and before == 0 != now:
+            return False
+    return not _has_windows(without_repeats(captured)) or new.stride() == captured.stride()
+
+
+def same_bits(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether both read the values of their memory in the same way: conjugated, negated, or plainly."""
+    return tensor.is_conj() == other.is_conj() and tensor.is_neg() == other.is_neg()
+
+
+def same_memory(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one shape and dtype are the same elements at the same addresses."""
+    if tensor is other:
+        return True
+    pointer = tensor.data_ptr()
+    return (
+        pointer == other.data_ptr()
+        and tensor.stride() == other.stride()
+        and same_bits(tensor, other)
+        and (pointer != 0 or not tensor.numel())  # tensors without memory of their own are not alike
+    )
 
 
 def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
@@ -41,5 +77,65 @@ def place_on(
     storage: torch.UntypedStorage, like: torch.Tensor, byte_offset: int, device: torch.device
 ) -> torch.Tensor:
     """A tensor with the dtype, shape and strides of `like` on a storage, at a byte offset in it."""
-    tensor = torch.empty(0, dtype=like.dtype, device=device)
-    return tensor.set_(storage, byte_offset // like.element_size(), like.shape, like.stride())
+    empty = torch.empty(0, dtype=like.dtype, device=device)
+    tensor = empty.set_(storage, byte_offset // like.element_size(), like.shape, like.stride())
+    if like.is_conj():
+        tensor = tensor.conj()
+    return torch._neg_view(tensor) if like.is_neg() else tensor
+
+
+class Sharing:
+    """How the leaves of an output share storages: fixed at capture, checked at each replay.
+
+    Args:
+        where: The segment, for messages.
+        paths: Path of each leaf.
+        captured: The leaves as later segments read them.
+        storages: Identity of the storage that each leaf had in the captured output.
+    """
+
+    def __init__(
+        self, where: str, paths: Sequence[str], captured: Sequence[torch.Tensor], storages: Sequence[int]
+    ) -> None:
+        self._where, self._paths, self._captured = where, paths, captured
+        self._pointers = [tensor.data_ptr() for tensor in captured]
+        first_with: dict[int, int] = {}
+        # Leaves of no elements share nothing.
+        self._first = [
+            first_with.setdefault(storages[i], i) if tensor.numel() else i
+            for i, tensor in enumerate(captured)
+        ]
+        self._separate = self._first == list(range(len(captured)))
+
+    def check(self, new: Sequence[torch.Tensor], pointers: Sequence[int]) -> None:
+        """Leaves that shared a storage still do, at the same distances, and no others.
+
+        Raises:
+            OutputMismatchError: they do not.
+        """
+        storages = [tensor.untyped_storage()._cdata for tensor in new]
+        if self._separate and len(set(storages)) == len(new):
+            return
+        first_with: dict[int, int] = {}
+        for i, tensor in enumerate(new):
+            if not pointers[i]:
+                continue
+            now, before = first_with.setdefault(storages[i], i), self._first[i]
+            other = min(now, before)
+            if other == i or (pointers[i], pointers[other]) == (self._pointers[i], self._pointers[other]):
+                continue
+            distance, expected = pointers[i] - pointers[other], self._pointers[i] - self._pointers[other]
+            captured = self._captured[i]
+            alike = tensor.stride() == captured.stride() and same_bits(tensor, captured)
+            if now != before or distance != expected or not alike:
+                raise OutputMismatchError(
+                    f"{self._where} returned `{self._paths[other]}` and `{self._paths[i]}` as "
+                    f"{_how(before == other)} at capture, and now as {_how(now == other)} (strides "
+                    f"{list(tensor.stride())} at a distance of {distance} bytes, expected "
+                    f"{list(captured.stride())} at {expected}). How outputs share memory is fixed at "
+                    f"capture: return the same views, or clones."
+                )
+
+
+def _how(shared: bool) -> str:
+    return "views of one memory" if shared else "separate tensors"

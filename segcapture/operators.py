@@ -13,8 +13,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from segcapture.collectives import is_collective, is_mark, record_collective
 from segcapture.compiled import inside_compiled_region, uncompiled
-from segcapture.composites import body_of, names_of
+from segcapture.composites import as_called, has_own_dispatch, is_composite, names_of, run_in_parts
 from segcapture.errors import CaptureFailedError
 from segcapture.source import location
 
@@ -63,10 +64,10 @@ class OperatorBreaks:
             return
         parts = []
         for pattern in sorted(self._unmatched):
-            wanted = pattern.split("::")[-1].split(".")[0]
-            names = {name.split("::")[-1]: name for name in sorted(self._seen)}
+            wanted = pattern.split("::")[-1].split(".")[0].strip("*_")
+            names = {name.split("::")[-1]: name for name in sorted(self._seen)} if wanted else {}
             near = [names[n] for n in difflib.get_close_matches(wanted, names, n=5, cutoff=0.5)]
-            near += [name for n, name in names.items() if wanted.strip("*_") in n and name not in near]
+            near += [name for n, name in names.items() if wanted in n and name not in near]
             parts.append(f"{pattern!r} (near names: {', '.join(near) or 'none'})")
         raise CaptureFailedError(
             f"break_on matched no call for {'; '.join(parts)}. The operator was captured under another "
@@ -95,21 +96,23 @@ class _DispatchBreaks(TorchDispatchMode):
         self._break_on, self._recording = breaks, recording
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if types:
-            return NotImplemented  # A subclass first: the operators that it makes of this one come here.
+        if has_own_dispatch(types):
+            return NotImplemented  # The operators that the subclass makes of this one come here.
         kwargs = kwargs or {}
-        if self._recording.inside_eager:
-            return func(*args, **kwargs)
-        self._break_on.warn_if_compiled()
-        name = self._break_on.match(*names_of(func))
-        body = body_of(func)
-        if name is not None:
-            # The parts of a composite operator are still ahead of autocast, a kernel is behind it.
-            return self._recording.record_break(func, tuple(args), kwargs, name, below_autograd=body is None)
-        if body is None:
-            return func(*args, **kwargs)
-        with self:
-            return body(*args, **kwargs)
+        name = None
+        if not self._recording.inside_eager:
+            self._break_on.warn_if_compiled()
+            name = self._break_on.match(*names_of(func))
+        if not is_composite(func):
+            if name is None or is_mark(func):
+                return func(*args, **kwargs)
+            if is_collective(func):
+                return record_collective(self._recording, func, tuple(args), kwargs, name)
+            return self._recording.record_break(func, tuple(args), kwargs, name, below_autograd=True)
+        if name is None:
+            return run_in_parts(self, func, args, kwargs)
+        with as_called(func):  # not below autocast: that sees the parts
+            return self._recording.record_break(func, tuple(args), kwargs, name)
 
 
 class _FunctionBreaks(TorchFunctionMode):
@@ -158,8 +161,8 @@ def _composite_names(func: Any) -> tuple[str, str]:
             packet = getattr(torch.ops.aten, getattr(func, "__name__", "").strip("_") or "?", None)
         if packet is None:
             return "", ""
-        overloads = [getattr(packet, name) for name in packet._overload_names]
-    composite = [names_of(overload) for overload in overloads if body_of(overload) is not None]
+        overloads = [getattr(packet, name) for name in packet.overloads()]
+    composite = [names_of(overload) for overload in overloads if is_composite(overload)]
     return composite[0] if composite else ("", "")
 
 

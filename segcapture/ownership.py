@@ -7,8 +7,9 @@ compared with what the output itself, and only it, accounts for.
 
 import gc
 import sys
+import weakref
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -34,13 +35,18 @@ def _references_of_cpp_owners() -> int:
 _CPP_OWNERS = _references_of_cpp_owners()
 
 
+def references(objects: Sequence[object]) -> list[int]:
+    """How many references there are to each, besides that of the list they come in."""
+    return [count - _ONLY_A_LIST for count in _reference_counts(objects)]
+
+
 def storage_id(tensor: torch.Tensor) -> int:
     """Identity of the storage under a tensor."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def fresh_nodes(nodes: list[Node], arguments: Iterable[torch.Tensor]) -> set[int]:
-    """Indices of the tensor nodes that nobody but the output owns.
+    """Indices of the tensors and containers that nobody but the output owns.
 
     `nodes` must hold the only references to the output (besides its own containers), and
     `arguments` are the tensors that the function was given: their memory is never fresh.
@@ -65,14 +71,14 @@ def fresh_nodes(nodes: list[Node], arguments: Iterable[torch.Tensor]) -> set[int
     owned: dict[int, bool] = {}
     for index, node in enumerate(nodes):
         above = node.parent < 0 or owned[node.parent]
-        owned[index] = above and sole[id(node.value)]
+        owned[index] = above and sole[id(node.value)] and _has_own_attributes(node)
     argument_storages = {storage_id(t) for t in arguments if t.layout is torch.strided}
 
     by_storage: dict[int, list[int]] = {}
     for index, node in enumerate(nodes):
         if isinstance(node.value, torch.Tensor) and node.value.layout is torch.strided:
             by_storage.setdefault(storage_id(node.value), []).append(index)
-    fresh: set[int] = set()
+    fresh = {index for index, node in enumerate(nodes) if node.container and owned[index]}
     for key, group in by_storage.items():
         leaves = {id(nodes[i].value): nodes[i].value for i in group}
         if key not in argument_storages and all(owned[i] for i in group) and _all_of_storage(leaves):
@@ -89,14 +95,23 @@ def _held_by(container: object) -> list[int]:
     return [id(item) for item in referents]
 
 
-def _all_of_storage(leaves: dict[int, torch.Tensor]) -> bool:
-    """Whether these tensors, and the bases that views among them hold, are all there is on a storage."""
+def _has_own_attributes(node: Node) -> bool:
+    """Whether no other object holds the attribute dict of a container."""
+    boxed = [getattr(node.value, "__dict__", None) if node.container else None]
+    return not isinstance(boxed[0], dict) or _reference_counts(boxed)[0] - _ONLY_A_LIST <= 1
+
+
+def _all_of_storage(leaves: dict[int, torch.Tensor], aliases: int = 0) -> bool:
+    """Whether these tensors, the bases of views among them, and so many aliases are all on a storage."""
     bases: dict[int, torch.Tensor] = {}
-    views_of: Counter[int] = Counter()
+    uses: Counter[int] = Counter()
+    hidden = 0
     for leaf in leaves.values():
         base = leaf._base
         if base is not None:
-            views_of[id(base)] += 1
+            of_base, intermediate = _held_by_view(leaf, base)
+            uses[id(base)] += of_base
+            hidden += intermediate
             if id(base) not in leaves:
                 bases[id(base)] = base
         del base
@@ -105,10 +120,23 @@ def _all_of_storage(leaves: dict[int, torch.Tensor]) -> bool:
         if count - _ONLY_A_LIST - _CPP_OWNERS > 2:  # `bases` and `every`
             return False
     for key, tensor in every.items():
-        if _use_count(tensor) > 1 + views_of[key]:
+        if _use_count(tensor) > 1 + uses[key]:
             return False
     any_tensor = next(iter(leaves.values()))
-    return tensors_on_storage(any_tensor) <= len(every)
+    return tensors_on_storage(any_tensor) <= len(every) + hidden + aliases
+
+
+def _held_by_view(view: torch.Tensor, base: torch.Tensor) -> tuple[int, int]:
+    """How often a view holds its base, and how many tensors between the two it holds.
+
+    Most views hold it once, those of complex numbers more often. So the same view of another tensor, one
+    without memory, is made and looked at.
+    """
+    probe = torch.empty_strided(base.shape, base.stride(), dtype=base.dtype, device="meta")
+    same_view: torch.Tensor | None = getattr(view, "_view_func")(probe)  # noqa: B009
+    if same_view is None:
+        return 1, 0
+    return _use_count(probe) - 1, tensors_on_storage(probe) - 2
 
 
 def tensors_on_storage(tensor: torch.Tensor) -> int:
@@ -124,17 +152,38 @@ def _use_count(tensor: torch.Tensor) -> int:
     return count
 
 
-def owned_by_us_alone(boxed: list[torch.Tensor], references: int) -> bool:
-    """Whether the given number of Python references, all ours, are all that keeps a tensor.
+def own_alias(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as another tensor object, which does not count as an owner of it."""
+    alias = tensor.detach()
+    if tensor.layout is torch.strided:
+        aliases = _own_aliases(tensor)
+        aliases.append(weakref.ref(alias, aliases.remove))
+    return alias
 
-    The tensor comes in a list of one, so that no variable on the way counts as an owner.
+
+def _own_aliases(tensor: torch.Tensor) -> "list[weakref.ref[torch.Tensor]]":
+    # torch keeps the attributes of a storage's Python object for as long as the storage lives.
+    attributes = vars(tensor.untyped_storage())
+    found: list[weakref.ref[torch.Tensor]] = attributes.setdefault("_segcapture_aliases", [])
+    return found
+
+
+def owned_by_us_alone(
+    alias: torch.Tensor,
+    captured: Iterable["weakref.ref[torch.Tensor]"],
+    holders: Callable[[torch.Tensor], int],
+) -> bool:
+    """Whether nothing but our own aliases and recorded calls keeps the memory of one of our aliases.
+
+    `captured` are the tensors that were seen on this memory at capture, `holders` counts the references
+    to one that recorded calls keep.
     """
-    base = boxed[0]._base
-    if base is not None and _reference_counts([base])[0] - _ONLY_A_LIST - _CPP_OWNERS > 1:  # `base`
+    alive = [tensor for tensor in (ref() for ref in captured) if tensor is not None]
+    ours = len(_own_aliases(alias))
+    if tensors_on_storage(alias) <= ours:
+        return True
+    expected = [holders(alive[i]) + _CPP_OWNERS * (_use_count(alive[i]) > 1) for i in range(len(alive))]
+    counts = _reference_counts(alive)
+    if any(count - _ONLY_A_LIST > kept for count, kept in zip(counts, expected, strict=True)):
         return False
-    tensors = 1 if base is None else 2
-    return (
-        _reference_counts(list(boxed))[0] - _ONLY_A_LIST <= references + 1  # `boxed`
-        and _use_count(boxed[0]) <= 1
-        and tensors_on_storage(boxed[0]) <= tensors
-    )
+    return bool(alive) and _all_of_storage({id(tensor): tensor for tensor in alive}, ours)

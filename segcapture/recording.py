@@ -11,7 +11,9 @@ import torch
 from segcapture.ambient import Ambient, capture_ambient
 from segcapture.arguments import Call, resolve
 from segcapture.backends.base import Backend
+from segcapture.checks import Checks
 from segcapture.errors import CaptureFailedError
+from segcapture.guard import Guard
 from segcapture.operators import OperatorBreaks
 from segcapture.segments import EagerSegment, GraphSegment, Segment
 from segcapture.source import location, raised_at
@@ -35,6 +37,15 @@ class Options:
     barrier: Callable[[], object] | None
     execute: bool
     full: bool
+    check: bool
+
+    def breaks_at(self, name: str) -> bool:
+        """Whether a decorated function of this name breaks."""
+        if self.full:
+            return False
+        if self.breaks is None:
+            return True
+        return self.breaks(name) if callable(self.breaks) else name in self.breaks
 
 
 class _Calls(list[Call]):
@@ -59,6 +70,9 @@ class Recording:
         self._calls = _Calls()
         self._backend = backend
         self._options = options
+        self._checks = Checks(backend) if options.check else None
+        self.guard: Guard | None = None
+        """What replays must check, under `check=True`."""
         self._opened = ("start", "?")
         self._stack = ExitStack()
 
@@ -73,6 +87,8 @@ class Recording:
             self._stack.enter_context(capture_ambient())
             self._stack.enter_context(self._backend.open())
             self._stack.enter_context(self._current())
+            if self._checks is not None:
+                self._stack.enter_context(self._checks.active())
             self._stack.enter_context(self._options.operator_breaks.active(self))
             self._open_segment("start", location())
         except BaseException as error:
@@ -92,6 +108,8 @@ class Recording:
         """End the last segment."""
         self._close_segment()
         self._options.operator_breaks.check_all_matched()
+        if self._checks is not None:
+            self.guard = self._checks.finish(self.segments)
 
     def leave(self, failure: BaseException | None) -> None:
         """Leave the capture. Trouble on the way out becomes a note of `failure`, never replaces it."""
@@ -114,9 +132,15 @@ class Recording:
     def _open_segment(self, name: str, place: str) -> None:
         self._opened = (name, place)
         self._backend.begin()
+        if self._checks is not None:
+            self._checks.begin(len(self.segments))
 
     def _close_segment(self) -> None:
+        if self._checks is not None:
+            self._checks.enter("capture")
         graph = self._backend.end()
+        if self._checks is not None:
+            self._checks.end(len(self.segments), graph is not None)
         if graph is not None:
             name, place = self._opened
             self.segments.append(
@@ -125,12 +149,7 @@ class Recording:
 
     def breaks_at(self, name: str) -> bool:
         """Whether a decorated function of this name breaks here."""
-        if self.inside_eager or self._options.full:
-            return False
-        breaks = self._options.breaks
-        if breaks is None:
-            return True
-        return breaks(name) if callable(breaks) else name in breaks
+        return not self.inside_eager and self._options.breaks_at(name)
 
     def split(self, name: str) -> None:
         """End the graph segment here and begin another, with nothing in between."""
@@ -166,7 +185,7 @@ class Recording:
             self._close_segment()
             doing = f"eager segment {len(self.segments)} ({name}, {place})"
             if self._options.barrier is not None:
-                self._options.barrier()
+                self._run_barrier(self._options.barrier)
             result = self._run_eager(fn, args, kwargs, name, stub, place, below_autograd)
             doing = f"graph segment {len(self.segments)}"
             self._open_segment(name, place)
@@ -174,6 +193,13 @@ class Recording:
             self._fail(error, doing)
             raise
         return result
+
+    def _run_barrier(self, barrier: Callable[[], object]) -> None:
+        self.inside_eager = True  # A barrier is a collective: `break_on` must not see it.
+        try:
+            barrier()
+        finally:
+            self.inside_eager = False
 
     def _run_eager(
         self,
@@ -203,6 +229,9 @@ class Recording:
             raise CaptureFailedError(f"{where} has an argument that requires grad. {_GRAD_ADVICE}")
         call = Call.record(fn, args, kwargs, backend.alias)
         self._calls.append(call)
+        if self._checks is not None:
+            self._checks.given(where, arguments)
+            self._checks.enter("eager", index, name)
         self.inside_eager = True
         try:
             with backend.eager():
@@ -210,6 +239,8 @@ class Recording:
                 nodes = walk((stub or fn)(*now_args, **now_kwargs))
         finally:
             self.inside_eager = False
+        if self._checks is not None:
+            self._checks.returned(nodes)
         if check_grad and any(
             isinstance(node.value, torch.Tensor) and node.value.requires_grad for node in nodes
         ):

@@ -1,11 +1,16 @@
 """The replay loop: the only place that walks the segments, and that knows what their failures mean."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
 
 from segcapture.ambient import Ambient
 from segcapture.errors import SegcaptureError
 from segcapture.segments import EagerSegment, GraphSegment, Segment
+
+_profiler_enabled: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 
 Around = Callable[[Callable[[], Any]], Callable[[], Any]]
 Step = tuple[Callable[..., Any], tuple[Any, ...] | None, Callable[[Any], None] | None]
@@ -18,14 +23,18 @@ def graph_step(segment: GraphSegment) -> Step:
     return segment.graph.launch, None, None
 
 
-def eager_step(segment: EagerSegment, base: Ambient, around: Around | None = None) -> Step:
+def eager_step(
+    segment: EagerSegment, base: Ambient, around: Around | None = None, watch: "Watch | None" = None
+) -> Step:
     """The step of an eager segment, in a replay that runs under the ambient state `base`.
 
-    `around` wraps the function's call (not the write-back of its output).
+    `around` wraps the function's call (not the write-back of its output), and inside of it `watch` does.
     """
     call, store = segment.call, segment.writeback.store
     target = None if segment.writeback.expects_none else store
-    invoke = call.invoke if around is None else around(call.invoke)
+    invoke = call.invoke if watch is None else watch.function(call.invoke)
+    if around is not None:
+        invoke = around(invoke)
     if segment.ambient != base:
 
         def run_in_own_ambient() -> None:
@@ -33,17 +42,42 @@ def eager_step(segment: EagerSegment, base: Ambient, around: Around | None = Non
                 store(invoke())
 
         return run_in_own_ambient, (), None
-    if around is not None or call.live or call.kwargs:
+    if invoke != call.invoke or call.live or call.kwargs:
         return invoke, (), target
     return call.fn, call.args, target
+
+
+class Watch(Protocol):
+    """What is told of each segment of a replay."""
+
+    def segment(self, segment: Segment, /) -> AbstractContextManager[Any]:
+        """Entered around a segment."""
+
+    def function(self, call: Callable[[], Any], /) -> Callable[[], Any]:
+        """What to call in place of an eager segment's function."""
+
+
+class ProfilerRanges:
+    """Shows each segment in torch.profiler, and as an NVTX range under `emit_nvtx`, by its name."""
+
+    def segment(self, segment: Segment) -> AbstractContextManager[Any]:
+        """A `record_function` range."""
+        return torch.profiler.record_function(str(segment))
+
+    def function(self, call: Callable[[], Any]) -> Callable[[], Any]:
+        """The function as it is."""
+        return call
 
 
 class Program:
     """Segments with everything looked up that is known before a replay."""
 
-    def __init__(self, segments: Sequence[Segment], steps: Sequence[Step]) -> None:
+    def __init__(
+        self, segments: Sequence[Segment], steps: Sequence[Step], watch: Watch | None = None
+    ) -> None:
         self._segments = tuple(segments)
         self._steps = list(steps)
+        self._watch = watch
 
     def run(self, stream: Any) -> None:
         """Run all segments in order. `stream` is what the launches take.
@@ -52,6 +86,18 @@ class Program:
             SegcaptureError: a graph could not be launched.
             OutputMismatchError: an eager function returned something else than at capture.
         """
+        if self._watch is not None or _profiler_enabled():  # 0.05 us
+            self._run_watched(stream, self._watch or ProfilerRanges())
+        else:
+            self._run(stream)
+
+    def _run_watched(self, stream: Any, watch: Watch) -> None:
+        for segment, step in zip(self._segments, self._steps, strict=True):
+            single = Program([segment], [step])
+            with watch.segment(segment):
+                single._run(stream)
+
+    def _run(self, stream: Any) -> None:
         remaining: Any = iter(self._steps)
         try:
             for fn, args, store in remaining:

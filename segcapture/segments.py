@@ -16,6 +16,9 @@ class Graph(Protocol):
     operations: int
     """Number of nodes of the CUDA graph, or of operators on the tape."""
 
+    def nodes(self) -> list[tuple[str, str]]:
+        """Kind and name of each node: of kernels the demangled name, of operators theirs."""
+
     def launch(self, stream: Any) -> tuple[int]:
         """Run it once on the current stream, of which the argument is the handle; returns a status."""
 
@@ -38,6 +41,14 @@ class GraphSegment:
     def operations(self) -> int:
         """Nodes of the CUDA graph (kernels, copies, fills), or operators on the tape."""
         return self.graph.operations
+
+    @property
+    def nodes(self) -> list[tuple[str, str]]:
+        """Kind and name of each node: `("kernel", ...)`, `("memcpy", "")`, or `("operator", "aten::mm")`.
+
+        Empty where they cannot be known (ROCm).
+        """
+        return self.graph.nodes()
 
     def __str__(self) -> str:
         return f"graph segment {self.index} ({self.name}, {short(self.location)})"
@@ -74,8 +85,3 @@ class EagerSegment:
 
 
 Segment = GraphSegment | EagerSegment
-
-
-def describe_frozen(segment: Any) -> str:
-    """The plain values that an eager segment froze at capture, for the table."""
-    return ", ".join(segment.call.frozen()) if isinstance(segment, EagerSegment) else ""

@@ -9,14 +9,18 @@ import torch
 
 _OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_STANDARD = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
+_INSTALLED = (_STANDARD + "site-packages" + os.sep, _STANDARD + "dist-packages" + os.sep)
 
 
 def _is_users(filename: str) -> bool:
-    return not filename.startswith((_OURS, _TORCH, "<")) and os.sep + "contextlib.py" not in filename
+    if filename.startswith(_STANDARD) and not filename.startswith(_INSTALLED):
+        return False  # copy.deepcopy, contextlib
+    return not filename.startswith((_OURS, _TORCH, "<"))
 
 
 def location() -> str:
-    """`file:line` of the innermost frame outside of segcapture and torch."""
+    """`file:line` of the innermost frame outside of segcapture, torch and the standard library."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not _is_users(frame.f_code.co_filename):
         frame = frame.f_back

@@ -7,8 +7,9 @@ attributes. A plain object is walked one level; modules and everything unknown a
 
 import dataclasses
 import enum
+import json
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import attr
@@ -49,16 +50,26 @@ class Node:
     """Index of the node where this very container was met first (cycles, one list twice)."""
 
 
-def walk(root: Any) -> list[Node]:
-    """All nodes below and including `root`, containers before their contents."""
+def walk(root: Any, order: Mapping[str, int] | None = None) -> list[Node]:
+    """All nodes below and including `root`, containers before their contents.
+
+    `order` ranks paths: a dict is its keys, and an object its attributes, not the order of them.
+    """
     nodes: list[Node] = []
-    _visit(nodes, {}, root, "out", -1, None, False)
+    _visit(nodes, {}, order, root, "out", -1, None, False)
     return nodes
 
 
 # A function of the module: a recursive closure is a reference cycle, which would keep the output alive.
 def _visit(
-    nodes: list[Node], seen: dict[int, int], value: Any, path: str, parent: int, key: Any, in_object: bool
+    nodes: list[Node],
+    seen: dict[int, int],
+    order: Mapping[str, int] | None,
+    value: Any,
+    path: str,
+    parent: int,
+    key: Any,
+    in_object: bool,
 ) -> None:
     index = len(nodes)
     content = children(value, in_object)
@@ -71,8 +82,10 @@ def _visit(
         return
     seen[id(value)] = index
     inside = in_object or is_plain_object(value)
+    if order is not None:
+        content.sort(key=lambda child: order.get(path + child[1], len(order)))
     for child_key, suffix, child in content:
-        _visit(nodes, seen, child, path + suffix, index, child_key, inside)
+        _visit(nodes, seen, order, child, path + suffix, index, child_key, inside)
 
 
 def children(value: Any, in_object: bool = False) -> list[Child] | None:
@@ -86,7 +99,7 @@ def children(value: Any, in_object: bool = False) -> list[Child] | None:
     if isinstance(value, list):
         return [(i, f"[{i}]", item) for i, item in enumerate(value)]
     if isinstance(value, dict):
-        return [(key, f"[{key!r}]", item) for key, item in value.items()]
+        return [(key, f"[{_key(key)}]", item) for key, item in value.items()]
     if isinstance(value, _OPAQUE):
         return None
     if _is_record(value):
@@ -94,6 +107,10 @@ def children(value: Any, in_object: bool = False) -> list[Child] | None:
     if is_plain_object(value) and not in_object:
         return _attributes(value, _object_fields(value))
     return None
+
+
+def _key(key: Any) -> str:
+    return json.dumps(key, ensure_ascii=False) if type(key) is str else repr(key)
 
 
 def is_plain_object(value: Any) -> bool:
@@ -138,8 +155,9 @@ def rebuild(value: Any, replace: Callable[[Any], Any]) -> Any:
     return _make_tuple(type(value), items) if changed else value
 
 
-def _make_tuple(kind: type, items: list[Any]) -> Any:
-    return tuple.__new__(kind, items)
+def _make_tuple(kind: Any, items: list[Any]) -> Any:
+    # The results of `max` and `topk` are struct sequences, which tuple.__new__ refuses.
+    return kind(items) if hasattr(kind, "n_sequence_fields") else tuple.__new__(kind, items)
 
 
 def set_item(container: Any, key: Any, value: Any) -> None:

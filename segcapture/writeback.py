@@ -1,15 +1,17 @@
 """Outputs of an eager segment: bridged at capture, checked and written back at replay (contract C4)."""
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import attrs
 import torch
 
-from segcapture.bridges import Bridges, Memory, check_layout
+from segcapture.bridges import Bridges, Memory, check_layout, check_repeats, unbridgeable
 from segcapture.errors import FrozenValueWarning, OutputMismatchError
-from segcapture.ownership import fresh_nodes, owned_by_us_alone
+from segcapture.memory import Sharing, copy_into, same_memory
+from segcapture.ownership import fresh_nodes, own_alias, owned_by_us_alone, storage_id
 from segcapture.structure import Node, replace_items, set_item, walk
 
 Store = Callable[[Any], None]
@@ -27,23 +29,32 @@ class Persistent:
 
     path: str
     tensor: torch.Tensor
-    argument: bool
+    """An alias that is no owner."""
+    captured: "tuple[weakref.ref[torch.Tensor], ...]"
+    """The captured tensors on its storage; empty where nothing may be copied to it."""
 
-    def store(self, new: Any, holders: Holders, where: str) -> None:
-        """Accept the same memory, or copy where nobody else can see the captured tensor."""
+    def check(self, new: Any, where: str) -> None:
+        """Accept the same shape, dtype and device."""
         check_layout(where, self.path, self.tensor, new)
-        if new.data_ptr() == self.tensor.data_ptr() and new.stride() == self.tensor.stride():
+
+    def store(self, new: torch.Tensor, holders: Holders, where: str) -> None:
+        """Accept the same memory, or copy where nobody else can see the captured tensor."""
+        if same_memory(self.tensor, new):
             return
-        if self.argument or not owned_by_us_alone([self.tensor], holders(self.tensor) + 1):
-            owner = "an argument's memory" if self.argument else "memory that others own too"
+        if not self.captured or not owned_by_us_alone(self.tensor, self.captured, holders):
+            owner = "memory that others own too" if self.captured else "the memory of an argument or subclass"
             raise OutputMismatchError(
-                f"{where} returned a tensor at another address at `{self.path}`: later segments read "
-                f"{owner} at 0x{self.tensor.data_ptr():x}, found 0x{new.data_ptr():x}. Copying would "
-                f"change the owner's data, not copying would be stale: return a new tensor "
-                f"(`.clone()`), or the same one each time."
+                f"{where} returned other memory at `{self.path}`: later segments read {owner}, "
+                f"{_place(self.tensor)}, found {_place(new)}. Copying would change the owner's data, not "
+                f"copying would be stale: return a new tensor (`.clone()`), or the same one each time."
             )
+        check_repeats(where, self.path, self.tensor, new)
         with torch.no_grad():
-            self.tensor.copy_(new)
+            copy_into(self.tensor, new)
+
+
+def _place(tensor: torch.Tensor) -> str:
+    return f"0x{tensor.data_ptr():x} with strides {list(tensor.stride())}"
 
 
 class Writeback:
@@ -60,11 +71,15 @@ class Writeback:
         bridges: Bridges,
         persistent: dict[int, Persistent],
         holders: Holders,
+        sharing: Sharing,
+        owned: set[int],
     ) -> None:
         self.where = where
         self.bridges = bridges
         self.persistent = persistent
         self._holders = holders
+        self._sharing = sharing
+        self._owned = owned
         self._warned: set[int] = set()
         kept = _containers_to_update(nodes)
         self._nodes = [
@@ -76,12 +91,25 @@ class Writeback:
         ]
         self._types = [type(node.value) for node in nodes]
         self._updates = kept
+        self._order = {node.path: index for index, node in enumerate(nodes)}
+        self._leaves = sorted([*bridges.nodes, *persistent])
         self.store: Store = self._specialised(nodes)
+
+    @property
+    def expects_none(self) -> bool:
+        """Whether the function returned None, so that there is nothing to store."""
+        return len(self._nodes) == 1 and self._types[0] is type(None)
+
+    def leaves(self) -> list[tuple[str, torch.Tensor]]:
+        """Path of each tensor in the output, and the memory in which later segments read it."""
+        carried = dict(zip(self.bridges.nodes, self.bridges.targets, strict=True))
+        return [
+            (self._nodes[i].path, carried[i] if i in carried else self.persistent[i].tensor)
+            for i in self._leaves
+        ]
 
     def _specialised(self, nodes: list[Node]) -> Store:
         """The shortest way to do the same: no walk for one tensor or a flat container of tensors."""
-        if len(nodes) == 1 and nodes[0].value is None:
-            return self._store_none
         if self.persistent or len(self.bridges) != sum(isinstance(n.value, torch.Tensor) for n in nodes):
             return self._store_tree
         if len(nodes) == 1 and len(self.bridges) == 1:
@@ -94,10 +122,6 @@ class Writeback:
             self._keys = list(root)
             return self._store_dict
         return self._store_tree
-
-    def _store_none(self, out: Any) -> None:
-        if out is not None:
-            self._store_tree(out)
 
     def _store_sequence(self, out: Any) -> None:
         if type(out) is not self._types[0] or len(out) != len(self.bridges):
@@ -113,17 +137,20 @@ class Writeback:
 
     def _store_tree(self, out: Any) -> None:
         """Any structure: compare node by node, then write the leaves back."""
-        found = walk(out)
-        order = {node.path: index for index, node in enumerate(self._nodes)}
-        if all(node.path in order for node in found):
-            found.sort(key=lambda node: order[node.path])  # a dict is its keys, not their order
+        found = walk(out, self._order)
         self._compare_structure(found)
-        self.bridges.store([found[i].value for i in self.bridges.nodes])
+        new = [found[i].value for i in self.bridges.nodes]
+        self.bridges.check_layouts(new)
+        for index, leaf in self.persistent.items():
+            leaf.check(found[index].value, self.where)
+        leaves = [found[i].value for i in self._leaves]
+        self._sharing.check(leaves, [leaf.data_ptr() for leaf in leaves])
         for index, leaf in self.persistent.items():
             leaf.store(found[index].value, self._holders, self.where)
-        for index, (old, new) in enumerate(zip(self._nodes, found, strict=True)):
+        self.bridges.write(new, [leaf.data_ptr() for leaf in new])
+        for index, (old, node) in enumerate(zip(self._nodes, found, strict=True)):
             if not old.container and index not in self.persistent and index not in self.bridges.position:
-                self._update_value(index, old, new.value)
+                self._update_value(index, old, node.value, found[old.parent].value)
 
     def _compare_structure(self, found: list[Node]) -> None:
         for index, (old, new) in enumerate(zip(self._nodes, found, strict=False)):
@@ -151,18 +178,19 @@ class Writeback:
                 f"{len(found)} now. The structure of an output is fixed at capture."
             )
 
-    def _update_value(self, index: int, old: Node, new: Any) -> None:
+    def _update_value(self, index: int, old: Node, new: Any, container: Any) -> None:
         if _equal(old.value, new):
             return
-        if old.parent in self._updates:
-            set_item(self._nodes[old.parent].value, old.key, new)
+        captured = self._nodes[old.parent].value if old.parent in self._updates else None
+        if captured is not None and (captured is container or old.parent in self._owned):
+            set_item(captured, old.key, new)
             old.value = new
         elif index not in self._warned:
             self._warned.add(index)
             warnings.warn(
                 f"{self.where} returned {new!r} at `{old.path}`, and {old.value!r} at capture. Later "
-                f"segments were recorded for the old value. Return it as a tensor, or in a list, dict "
-                f"or object that a later eager segment reads.",
+                f"segments were recorded for the old value. Return it as a tensor, or in a new list, "
+                f"dict or object that a later eager segment reads.",
                 FrozenValueWarning,
                 stacklevel=2,
             )
@@ -215,26 +243,46 @@ def plan(
         CaptureFailedError: a fresh output is a tensor that cannot be bridged (a subclass, a sparse or
             quantized tensor).
     """
-    arguments = list(arguments)
-    fresh = fresh_nodes(nodes, arguments)
-    given = {t.untyped_storage()._cdata for t in arguments if t.layout is torch.strided}
     leaves = [i for i, node in enumerate(nodes) if isinstance(node.value, torch.Tensor)]
+    # The common break that returns nothing needs no look at its arguments.
+    arguments = list(arguments) if leaves else []
+    fresh = fresh_nodes(nodes, arguments) if len(nodes) > 1 or leaves else set()
+    given = {storage_id(t) for t in arguments if t.layout is torch.strided}
     bridges = Bridges(where, memory)
-    persistent: dict[int, Persistent] = {}
+    kept: list[int] = []
     for index in leaves:
-        node = nodes[index]
-        tensor = node.value
-        # Anything that cannot be counted (a sparse tensor, say) is refused as if it were fresh.
-        if index in fresh or tensor.layout is not torch.strided:
-            bridges.add(index, node.path, tensor)
+        tensor = nodes[index].value
+        # Anything whose memory cannot be seen (a sparse tensor, say) is refused as if it were fresh.
+        if index in fresh or tensor.layout is not torch.strided or tensor.is_nested:
+            bridges.add(index, nodes[index].path, tensor)
         else:
-            alias = memory.alias(tensor)
-            argument = tensor.untyped_storage()._cdata in given or alias is not None
-            persistent[index] = Persistent(node.path, tensor if alias is None else alias, argument)
+            kept.append(index)
+    groups = {i: storage_id(nodes[i].value) for i in leaves}
+    persistent = {
+        i: _keep(i, nodes, [j for j in kept if groups[j] == groups[i]], given, memory) for i in kept
+    }
     received = bridges.build()
     root = replace_items(nodes, received)
-    after = [
-        attrs.evolve(node, value=received.get(i, node.value)) if i in received else node
-        for i, node in enumerate(nodes)
-    ]
-    return root, Writeback(after, where, bridges, persistent, holders)
+    after = [attrs.evolve(node, value=received.get(i, node.value)) for i, node in enumerate(nodes)]
+    carried = dict(zip(bridges.nodes, bridges.targets, strict=True))
+    sharing = Sharing(
+        where,
+        [nodes[i].path for i in leaves],
+        [persistent[i].tensor if i in persistent else carried[i] for i in leaves],
+        [groups[i] for i in leaves],
+    )
+    return root, Writeback(after, where, bridges, persistent, holders, sharing, fresh)
+
+
+def _keep(
+    index: int, nodes: list[Node], same_storage: list[int], given: set[int], memory: Memory
+) -> Persistent:
+    """A leaf that is not fresh, as an alias or, where memory does not show all of it, as itself."""
+    path, tensor = nodes[index].path, nodes[index].value
+    if unbridgeable(tensor):
+        return Persistent(path, tensor, ())
+    alias = memory.alias(tensor)
+    if alias is not None or storage_id(tensor) in given:
+        return Persistent(path, own_alias(tensor) if alias is None else alias, ())
+    seen = {id(nodes[i].value): weakref.ref(nodes[i].value) for i in same_storage}
+    return Persistent(path, own_alias(tensor), tuple(seen.values()))

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import attrs
@@ -38,14 +39,15 @@ class Backend:
         inputs: Sequence[torch.Tensor],
         kinds: str | None = None,
         rounds: int = 3,
+        guard: Callable[[], AbstractContextManager[Any]] = torch.no_grad,
         **options: Any,
     ) -> BreakableCUDAGraphCapture:
-        """Capture `model(*inputs)`, and compare replays on fresh inputs with the eager function.
+        """Capture `model(*inputs)` under `guard`, and compare replays on fresh inputs with eager runs.
 
         `kinds` are the first letters of the expected segments: `"geg"` is graph, eager, graph.
         """
         static = [t.clone() for t in inputs]
-        with torch.no_grad():
+        with guard():
             model(*[t.clone() for t in inputs])  # warm-up
             expected = model(*[t.clone() for t in inputs])
             with self.capture(**options) as g:

@@ -39,16 +39,20 @@ def test_the_public_names():
     """The package exports what its documents name, and nothing else."""
     assert sorted(segcapture.__all__) == [
         "BreakableCUDAGraphCapture",
+        "Bucket",
         "CaptureFailedError",
         "CaptureStateError",
         "EagerSegment",
         "FrozenValueWarning",
         "GraphSegment",
+        "GraphedCallable",
         "Live",
         "OutputMismatchError",
         "SegcaptureError",
         "break_graph",
+        "check_same_segments",
         "eager_break_during_capture",
+        "find_breaks",
         "is_capturing",
     ]
 
@@ -202,8 +206,9 @@ def test_steps_run_one_segment_at_a_time(backend):
         mark()
         marks[0] += 1
     seen = []
-    for segment in g.steps():
-        seen.append((segment.kind, marks.tolist()))
+    for step in g.steps():
+        if step.kind != "operator":  # debug mode stops there too
+            seen.append((step.kind, marks.tolist()))
     assert seen == [("graph", [3, 1]), ("eager", [3, 2]), ("graph", [4, 2])]
 
 

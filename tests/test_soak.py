@@ -44,12 +44,12 @@ def soak(backend, replays, captures):
     assert len(g.segments) == 33
     for _ in range(max(200, replays // 20)):
         g.replay()
+    assert torch.equal(out, model(x + 0))
     before = measure(backend.device)
     for k in range(replays):
         g.replay()
         if k % 1000 == 0 and backend.device.type == "cuda":
             torch.cuda.synchronize()
-    assert torch.equal(out, model(x + 0))
     after = measure(backend.device)
     grown = [tuple(b - a for a, b in zip(before, after, strict=True))]
 

@@ -1,64 +1,33 @@
 """The CUDA backend: graph segments are CUDA graphs of one pool, launched by the driver."""
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 
-from segcapture.ambient import Ambient
-from segcapture.backends.driver import Driver, Launch, get_driver
+from segcapture.backends.driver import Driver, get_driver
+from segcapture.backends.graphs import ADVICE, BREAK, CudaGraph, step_of
+from segcapture.backends.nvtx import nvtx_ranges
 from segcapture.backends.pool import (
-    OwnedGraph,
     Pool,
     PoolMemory,
     PoolState,
+    bytes_of,
     collections_relaxed,
     open_pool,
     pool_id_of,
 )
-from segcapture.backends.streams import Forks, Lane, ordered
+from segcapture.backends.streams import Forks, Lane, beside, ordered
 from segcapture.errors import CaptureFailedError, CaptureStateError
-from segcapture.replay import Around, Program, Step, eager_step, graph_step
+from segcapture.replay import Program, Watch
 from segcapture.segments import EagerSegment, Segment
 
 # Before 2.12 a generator knows only one capture at a time, whatever thread it is in.
 _ONE_CAPTURE_A_DEVICE = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12)
 _device_locks: dict[int | None, threading.RLock] = {}
-
-_BREAK = "Move it into a function marked `@eager_break_during_capture`."
-_ADVICE = {  # https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__TYPES.html, cudaError
-    1: "Typical of waiting for an event that was recorded in a segment that has ended: record it again, or "
-    "use `wait_stream`.",
-    900: f"The operation waits for the device or reads from it, which a capture forbids. {_BREAK}",
-    901: f"An operation before it had failed and made the capture invalid. {_BREAK}",
-    902: "Two captures were merged: do not wait for a stream that another capture records.",
-    904: "Work on a side stream was not joined: let the stream of the capture wait for it.",
-    905: "It waits for work that is not part of this segment: an event recorded before the capture, or in "
-    "a segment that has ended. Record the event again, or use `wait_stream`.",
-    906: "It depends on the legacy default stream: use a stream of your own.",
-    907: "It uses an event whose last record is in a capture, on a stream that is not captured.",
-}
-
-
-class CudaGraph(OwnedGraph):
-    """One instantiated CUDA graph."""
-
-    def __init__(self, graph: torch.cuda.CUDAGraph, operations: int, direct: Launch | None) -> None:
-        super().__init__(graph)
-        self.operations = operations
-        self.launch: Launch = direct or _prepared_launch(graph)
-
-
-def _prepared_launch(graph: torch.cuda.CUDAGraph) -> Launch:
-    """Through torch, which sets seed and offset of the graph's random numbers before each launch."""
-
-    def launch(stream: Any) -> tuple[int]:
-        graph.replay()
-        return (0,)
-
-    return launch
 
 
 class CudaBackend:
@@ -105,6 +74,24 @@ class CudaBackend:
         """The user's current stream, if it is not the capture's."""
         return None if self._forks is None else self._forks.current
 
+    def _opened(self) -> PoolState:
+        if self._state is None:
+            self._state = open_pool(self._pool_id, self.device, self._given_stream, self._driver)
+        return self._state
+
+    def turn(self) -> AbstractContextManager[None]:
+        """The current stream comes after all that was captured or replayed on the same lane."""
+        lane: Lane = self._opened().lane
+        return lane.turn(_current(self.device))
+
+    def warm_up(self) -> AbstractContextManager[None]:
+        """On the capture stream, so that libraries set up there what the capture will use."""
+        return beside(self._opened().lane, self._given_stream)
+
+    def storages(self, segments: Sequence[Segment]) -> list[torch.UntypedStorage]:
+        """The pool's memory."""
+        return [] if self._state is None else self._state.storages()
+
     # Capture
 
     @contextmanager
@@ -120,9 +107,7 @@ class CudaBackend:
                 )
             if _ONE_CAPTURE_A_DEVICE:
                 stack.enter_context(_device_locks.setdefault(self.device.index, threading.RLock()))
-            if self._state is None:
-                self._state = open_pool(self._pool_id, self.device, self._given_stream, self._driver)
-            lane = self._state.lane
+            lane = self._opened().lane
             stack.enter_context(lane.lock)
             stream = self._given_stream or lane.stream
             stack.enter_context(_occupied(lane))
@@ -132,7 +117,7 @@ class CudaBackend:
             stack.enter_context(torch.cuda.stream(stream))
             stack.enter_context(collections_relaxed(self._driver))
             self._stream = stream
-            self._memory = PoolMemory(self._state, self.device)
+            self._memory = PoolMemory(self._opened(), self.device)
             self._forks = Forks(stream, self.device, self._driver)
             stack.callback(self._leave)
             yield
@@ -170,11 +155,10 @@ class CudaBackend:
         if not self._driver.is_valid(raw):
             raise CaptureFailedError(
                 "A CUDA call in this segment was not allowed and made the capture invalid, and its exception "
-                f"was caught in the `with` block. {_BREAK}"
+                f"was caught in the `with` block. {BREAK}"
             )
-        self._forks.join()
+        operations = self._forks.join()
         with self._on_capture_stream():
-            operations = self._driver.node_count(raw)
             if operations == 0:
                 self._driver.add_empty_node(raw)
             graph.capture_end()
@@ -214,11 +198,9 @@ class CudaBackend:
         for _ in range(2):
             try:
                 with self._on_capture_stream() as raw:
-                    if self._driver.is_valid(raw):
-                        self._driver.join(raw, self.forks)
-                    else:
+                    if not self._driver.is_valid(raw):
                         self._driver.restart(raw)
-                    if self._driver.node_count(raw) == 0:
+                    if self._driver.join(raw, self.forks) == 0:
                         self._driver.add_empty_node(raw)
                     graph.capture_end()
                 return trouble
@@ -231,7 +213,7 @@ class CudaBackend:
         code = getattr(error, "error_code", None)
         if isinstance(error, torch.OutOfMemoryError):
             return "The pool of the capture could not grow: capture smaller sizes, or free memory first."
-        return _ADVICE.get(code or 0, "")
+        return ADVICE.get(code or 0, "")
 
     # Memory
 
@@ -247,6 +229,22 @@ class CudaBackend:
         """A non-owning alias of memory of this capture."""
         return None if self._memory is None else self._memory.alias(tensor)
 
+    def is_recording(self) -> bool:
+        """Whether the current stream is one of the capture."""
+        return torch.cuda.is_current_stream_capturing()
+
+    def tensors_kept(self, segments: Sequence[Segment]) -> Counter[int]:
+        """None: a CUDA graph keeps addresses."""
+        return Counter()
+
+    def pool_bytes(self) -> tuple[int, int] | None:
+        """Of the whole pool, with all captures that share it."""
+        return None if self._state is None else bytes_of(self._state.id)
+
+    def is_alias(self, tensor: torch.Tensor) -> bool:
+        """Its storage is one that `alias` made."""
+        return hasattr(tensor.untyped_storage(), "_segcapture_pool")
+
     def wait_for_host_copies(self) -> None:
         """Wait for the current stream."""
         torch.cuda.current_stream(self.device).synchronize()
@@ -255,13 +253,14 @@ class CudaBackend:
 
     def run(self, segment: Segment) -> None:
         """Run one segment on the current stream, and wait for it."""
-        self._runner(Program([segment], [_step(segment)]))()
+        self._runner(Program([segment], [step_of(segment)]))()
         torch.cuda.current_stream(self.device).synchronize()
 
-    def replayer(self, segments: Sequence[Segment]) -> Callable[[], None]:
+    def replayer(self, segments: Sequence[Segment], watch: Watch | None = None) -> Callable[[], None]:
         """The replay loop. Eager segments run in the ambient state of the first one's capture."""
         base = next((s.ambient for s in segments if isinstance(s, EagerSegment)), None)
-        program = Program(segments, [_step(segment, base) for segment in segments])
+        watch = watch or nvtx_ranges()
+        program = Program(segments, [step_of(segment, base, watch) for segment in segments], watch)
         run = self._runner(program)
         if base is None:
             return run
@@ -294,25 +293,6 @@ class CudaBackend:
                 run(handle(raw))
 
         return run_in_order
-
-
-def _step(segment: Segment, base: Ambient | None = None) -> Step:
-    if isinstance(segment, EagerSegment):
-        return eager_step(segment, base or segment.ambient, _across(segment) if segment.forks else None)
-    return graph_step(segment)
-
-
-def _across(segment: EagerSegment) -> Around:
-    """Order side streams around a function, on whatever stream the replay is."""
-
-    def around(call: Callable[[], Any]) -> Callable[[], Any]:
-        def ordered_call() -> Any:
-            with ordered(torch.cuda.current_stream(), segment.forks), torch.cuda.stream(segment.stream):
-                return call()
-
-        return ordered_call
-
-    return around
 
 
 def _current(device: torch.device) -> int:

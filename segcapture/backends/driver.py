@@ -29,11 +29,11 @@ class Driver(Protocol):
     def members(self, raw: int, candidates: Mapping[int, torch.cuda.Stream]) -> list[torch.cuda.Stream]:
         """Those of the candidates (by raw handle) that are forked into the capture of a stream."""
 
-    def node_count(self, raw: int) -> int:
-        """Number of nodes recorded so far; -1 where it cannot be known."""
+    def join(self, raw: int, forks: Sequence[torch.cuda.Stream]) -> int:
+        """Make a capturing stream wait for everything in its capture: joins all forks.
 
-    def join(self, raw: int, forks: Sequence[torch.cuda.Stream]) -> None:
-        """Make a capturing stream wait for everything in its capture: joins all forks."""
+        Returns the number of nodes recorded so far; -1 where it cannot be known.
+        """
 
     def add_empty_node(self, raw: int) -> None:
         """Record a node that does nothing."""
@@ -69,9 +69,12 @@ class CudaDriver:
     """Through cuda-python."""
 
     def __init__(self) -> None:
+        from cuda import bindings
         from cuda.bindings import driver
 
         self._cuda: Any = driver
+        # The dependencies of a capture came with data about their edges from version 13 on.
+        self._has_edge_data = int(bindings.__version__.split(".")[0]) >= 13
         self._events: dict[int, Any] = {}
         self._handles = _Handles(driver.CUstream)
 
@@ -112,34 +115,30 @@ class CudaDriver:
         mine = int(self._info(raw)[1])
         return [candidates[other] for other in asked if int(self._info(other)[1]) == mine]
 
-    def node_count(self, raw: int) -> int:
-        """Of the graph that the stream is being captured into."""
-        return int(self._call("cuGraphGetNodes", self._info(raw)[2], 0)[-1])
-
-    def join(self, raw: int, forks: Sequence[torch.cuda.Stream]) -> None:
+    def join(self, raw: int, forks: Sequence[torch.cuda.Stream]) -> int:
         """By the nodes that nothing depends on, so that streams which nobody knows are joined too."""
         _, _, graph, dependencies, *_ = self._info(raw)
         count = int(self._call("cuGraphGetNodes", graph, 0)[-1])
-        if count == 0:
-            return
+        joined = {int(node) for node in dependencies}
+        if count == 0 or (count == 1 and joined):
+            return count
         nodes = self._call("cuGraphGetNodes", graph, count)[0]
         edges = int(self._call("cuGraphGetEdges", graph, 0)[-1])
         sources = self._call("cuGraphGetEdges", graph, edges)[0] if edges else ()
         inner = {int(node) for node in sources}
-        joined = {int(node) for node in dependencies}
         leaves = [n for n in nodes if int(n) not in inner and int(n) not in joined]
-        if not leaves:
-            return
-        flag = self._cuda.CUstreamUpdateCaptureDependencies_flags.CU_STREAM_ADD_CAPTURE_DEPENDENCIES
-        edge_data = (None,) if self._has_edge_data() else ()
-        self._call(
-            "cuStreamUpdateCaptureDependencies", self.handle(raw), leaves, *edge_data, len(leaves), int(flag)
-        )
-
-    def _has_edge_data(self) -> bool:
-        from cuda import bindings
-
-        return int(bindings.__version__.split(".")[0]) >= 13
+        if leaves:
+            flag = self._cuda.CUstreamUpdateCaptureDependencies_flags.CU_STREAM_ADD_CAPTURE_DEPENDENCIES
+            edge_data = (None,) if self._has_edge_data else ()
+            self._call(
+                "cuStreamUpdateCaptureDependencies",
+                self.handle(raw),
+                leaves,
+                *edge_data,
+                len(leaves),
+                int(flag),
+            )
+        return count
 
     def add_empty_node(self, raw: int) -> None:
         """Keeps torch from warning about an empty graph."""
@@ -203,14 +202,11 @@ class TorchDriver:
         """All candidates that are capturing: with captures in other threads too many."""
         return [stream for other, stream in candidates.items() if other != raw and self.is_valid(other)]
 
-    def node_count(self, raw: int) -> int:
-        """Not known."""
-        return -1
-
-    def join(self, raw: int, forks: Sequence[torch.cuda.Stream]) -> None:
-        """Stream by stream."""
+    def join(self, raw: int, forks: Sequence[torch.cuda.Stream]) -> int:
+        """Stream by stream; the nodes are not known."""
         for stream in forks:
             self._stream(raw).wait_stream(stream)
+        return -1
 
     def add_empty_node(self, raw: int) -> None:
         """Not possible: torch warns about an empty graph."""

@@ -4,16 +4,19 @@ It is for tests, CI and debugging, on the CPU, and on CUDA tensors in `mode="deb
 streams and the reuse of pool memory, and it cannot see kernels that bypass the dispatcher.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 
 from segcapture.ambient import Ambient
 from segcapture.backends.tape import Recorder, Tape
-from segcapture.replay import Program, Step, eager_step, graph_step
-from segcapture.segments import EagerSegment, Segment
+from segcapture.backends.triton_launches import launches_refused
+from segcapture.ownership import storage_id
+from segcapture.replay import Program, Step, Watch, eager_step, graph_step
+from segcapture.segments import EagerSegment, GraphSegment, Segment
 
 
 class EmulatedBackend:
@@ -36,11 +39,30 @@ class EmulatedBackend:
         self.device = device
         self._recorder = Recorder(device)
 
+    def turn(self) -> AbstractContextManager[None]:
+        """Nothing to order: there are no streams."""
+        return nullcontext()
+
+    def warm_up(self) -> AbstractContextManager[None]:
+        """Nothing to prepare."""
+        return nullcontext()
+
+    def storages(self, segments: Sequence[Segment]) -> list[torch.UntypedStorage]:
+        """What the operators on the tapes made, and the bridges."""
+        owned: list[torch.Tensor] = []
+        for segment in segments:
+            if isinstance(segment, EagerSegment):
+                owned += segment.writeback.bridges.targets
+            elif isinstance(segment.graph, Tape):
+                owned += segment.graph.results()
+        return list({storage_id(tensor): tensor.untyped_storage() for tensor in owned}.values())
+
     @contextmanager
     def open(self) -> Iterator[None]:
         """Watch the operators of this thread."""
-        self._recorder = Recorder(self.device)
-        with self._recorder.active():
+        recorder = self._recorder = Recorder(self.device)
+        on_gpu = self.device.type != "cpu"
+        with launches_refused(recorder.is_blind) if on_gpu else nullcontext(), recorder.active():
             yield
 
     def begin(self) -> None:
@@ -49,13 +71,16 @@ class EmulatedBackend:
 
     def end(self) -> Tape | None:
         """End it. The operators have run already."""
+        if self._recorder.tape is not None:
+            self._recorder.tape.close()
         tape, self._recorder.tape = self._recorder.tape, None
         return tape if tape is not None and tape.operations else None
 
     @contextmanager
     def eager(self) -> Iterator[None]:
-        """Nothing to prepare: operators outside of a tape just run."""
+        """Nothing to prepare: operators outside of a tape just run. Afterwards outputs have their owners."""
         yield
+        self._recorder.borrowed.wait_until_returned()
 
     def abort(self) -> list[str]:
         """Drop the open tape."""
@@ -74,6 +99,25 @@ class EmulatedBackend:
         """Everything is kept strongly: no memory is reused here."""
         return None
 
+    def is_recording(self) -> bool:
+        """Whether there is a tape: all operators of this thread go on it."""
+        return self._recorder.tape is not None
+
+    def tensors_kept(self, segments: Sequence[Segment]) -> Counter[int]:
+        """What the tapes keep; a CUDA graph would keep addresses."""
+        kept: Counter[int] = Counter()
+        for segment in segments:
+            if isinstance(segment, GraphSegment) and isinstance(segment.graph, Tape):
+                kept.update(segment.graph.storages_kept())
+        return kept
+
+    def pool_bytes(self) -> None:
+        """There is no pool."""
+
+    def is_alias(self, tensor: torch.Tensor) -> bool:
+        """There are none."""
+        return False
+
     def wait_for_host_copies(self) -> None:
         """Wait for the GPU, in debug mode."""
         if self.device.type != "cpu":
@@ -84,10 +128,10 @@ class EmulatedBackend:
         Program([segment], [_step(segment)]).run(None)
         self.wait_for_host_copies()
 
-    def replayer(self, segments: Sequence[Segment]) -> Callable[[], None]:
+    def replayer(self, segments: Sequence[Segment], watch: Watch | None = None) -> Callable[[], None]:
         """The replay loop. Eager segments run in the ambient state of the first one's capture."""
         base = next((s.ambient for s in segments if isinstance(s, EagerSegment)), None)
-        program = Program(segments, [_step(segment, base) for segment in segments])
+        program = Program(segments, [_step(segment, base, watch) for segment in segments], watch)
 
         def replay() -> None:
             if base is None or base.is_current():
@@ -99,7 +143,7 @@ class EmulatedBackend:
         return replay
 
 
-def _step(segment: Segment, base: Ambient | None = None) -> Step:
+def _step(segment: Segment, base: Ambient | None = None, watch: Watch | None = None) -> Step:
     if isinstance(segment, EagerSegment):
-        return eager_step(segment, base or segment.ambient)
+        return eager_step(segment, base or segment.ambient, watch=watch)
     return graph_step(segment)

@@ -49,6 +49,18 @@ class PoolState:
                 f"pool with its last graph. Keep a capture of it, or share `capture.pool`."
             ) from error
 
+    def storages(self) -> list[torch.UntypedStorage]:
+        """The memory that the pool has reserved, one storage for each range; they keep the pool open."""
+        made: list[Any] = [
+            torch._C._construct_storage_from_data_pointer(
+                segment["address"], self.lane.stream.device, segment["total_size"]
+            )
+            for segment in torch.cuda.memory_snapshot(self.id)
+        ]
+        for storage in made:
+            storage._segcapture_pool = self
+        return made
+
 
 def _empty_graph(pool_id: PoolId, lane: Lane, driver: Driver) -> torch.cuda.CUDAGraph:
     graph = torch.cuda.CUDAGraph(keep_graph=True)
@@ -114,6 +126,12 @@ def open_pool(
         return found
 
 
+def bytes_of(pool_id: PoolId) -> tuple[int, int]:
+    """Bytes that a pool has reserved, and those in use."""
+    segments = torch.cuda.memory_snapshot(pool_id)
+    return sum(s["total_size"] for s in segments), sum(s["active_size"] for s in segments)
+
+
 class PoolMemory:
     """The memory of a pool during one capture: bridges come from it, and arguments may point into it."""
 
@@ -121,7 +139,7 @@ class PoolMemory:
         self._state = pool_state
         self._device = device
         self._reserved = -1
-        self._is_current = False
+        self._elsewhere: set[int] = set()
         self._starts: list[int] = []
         self._ends: list[int] = []
         # Active now means of an earlier capture or owner: those blocks may be freed under us.
@@ -134,13 +152,11 @@ class PoolMemory:
         self._storages: dict[int, torch.UntypedStorage] = {}
 
     def forget_break(self) -> None:
-        """Between breaks: memory may have been added, and a storage's identity may be another one's."""
+        """Between breaks a storage dies, and its identity may be another one's later."""
         self._storages.clear()
-        self._is_current = False
 
     def allocate(self, nbytes: int) -> torch.UntypedStorage:
         """A new block of the pool, for the current stream."""
-        self._is_current = False
         index, pool_id = self._device.index, self._state.id
         torch._C._cuda_beginAllocateCurrentThreadToPool(index, pool_id)
         try:
@@ -161,7 +177,7 @@ class PoolMemory:
             return None
         storage = tensor.untyped_storage()
         pointer = storage.data_ptr()
-        if pointer == 0 or pointer in self._foreign or not self._contains(pointer):
+        if pointer == 0 or pointer in self._foreign or not self._in_pool(pointer):
             return None
         key = storage._cdata
         if key not in self._storages:
@@ -179,10 +195,19 @@ class PoolMemory:
             tensor.stride(),
         )
 
-    def _contains(self, pointer: int) -> bool:
-        if not self._is_current:
-            self._is_current = True
+    def _in_pool(self, pointer: int) -> bool:
+        if self._contains(pointer):
+            return True
+        if pointer not in self._elsewhere:
             self._look_if_grown()
+            if self._contains(pointer):
+                return True
+            # Should the pool get this very address later, its tensor is kept strongly: that costs memory,
+            # and nothing else.
+            self._elsewhere.add(pointer)
+        return False
+
+    def _contains(self, pointer: int) -> bool:
         at = bisect.bisect_right(self._starts, pointer) - 1
         return at >= 0 and pointer < self._ends[at]
 

@@ -29,6 +29,8 @@ _ALWAYS = {
     # Their standard deviations are checked on the host.
     "aten::normal.float_Tensor": _ON_HOST,
     "aten::normal.Tensor_Tensor": _ON_HOST,
+    "c10d::barrier": "waits on the host for all ranks",
+    "c10d::monitored_barrier_": "waits on the host for all ranks",
     "higher_order::cond": "reads its condition on the host",
     "higher_order::while_loop": "reads its condition on the host",
     **dict.fromkeys(
@@ -144,7 +146,9 @@ def _is_masked_fill(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def _refuse(name: str, reason: str) -> None:
-    raise CaptureFailedError(
+    error = CaptureFailedError(
         f"`{name}` {reason} at {location()}: {CUDA_WORDS}. Move it into a function marked "
         f"`@eager_break_during_capture`."
     )
+    error.operator, error.reason = name, reason
+    raise error

@@ -34,6 +34,13 @@ class Lane:
             self._driver.order(after=raw, before=self.last)
             self.last = raw
 
+    @contextmanager
+    def turn(self, raw: int) -> Iterator[None]:
+        """For the block: the stream comes after the one used last, and no other thread uses the lane."""
+        with self.lock:
+            self.move_to(raw)
+            yield
+
 
 _lanes: dict[tuple[int, int], Lane] = {}
 _lanes_lock = threading.Lock()
@@ -107,8 +114,8 @@ class Forks:
         self.current: torch.cuda.Stream | None = None
         """The stream that is current in the user's code, if it is not the capture's own."""
 
-    def join(self) -> None:
-        """Find the forked streams and join them all: before a segment ends."""
+    def join(self) -> int:
+        """Find the forked streams and join them all, before a segment ends; returns its node count."""
         raw = self._main.cuda_stream
         candidates = self._candidates
         self.current = None
@@ -119,7 +126,7 @@ class Forks:
             strangers = (*self.streams, self.current or self._main)
             candidates = {**candidates, **{s.cuda_stream: s for s in strangers}}
         self.streams = tuple(self._driver.members(raw, candidates))
-        self._driver.join(raw, self.streams)
+        return self._driver.join(raw, self.streams)
 
     def fork(self) -> None:
         """Fork them into the capture again: after a segment began."""
@@ -132,6 +139,20 @@ class Forks:
         if self.current is not None:
             known[self.current.cuda_stream] = self.current
         return tuple(known.values())
+
+
+@contextmanager
+def beside(lane: Lane, stream: torch.cuda.Stream | None) -> Iterator[None]:
+    """Run eager code on a lane's stream (or another one), ordered with the current stream both ways."""
+    with torch.cuda.device(lane.stream.device):
+        outer, stream = torch.cuda.current_stream(), stream or lane.stream
+        with lane.turn(outer.cuda_stream):
+            stream.wait_stream(outer)
+            try:
+                with torch.cuda.stream(stream):
+                    yield
+            finally:
+                outer.wait_stream(stream)
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """A graph segment without CUDA: operators recorded one by one, and run again on the same memory."""
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,11 +11,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from segcapture.backends.refusals import check_function, check_operator
+from segcapture.backends.works import Borrowed, Pending, Wait
+from segcapture.collectives import has_work, is_collective, is_mark, wait_for
 from segcapture.compiled import uncompiled
 from segcapture.composites import has_own_dispatch, is_composite, names_of, run_in_parts
 from segcapture.errors import CaptureFailedError
 from segcapture.memory import copy_into
-from segcapture.ownership import storage_id
+from segcapture.ownership import own_alias, storage_id
 from segcapture.source import location
 
 # They promise no values, so there is nothing to run again.
@@ -32,48 +35,106 @@ class Tape:
     """The operators of one graph segment."""
 
     def __init__(self) -> None:
-        self._entries: list[_Entry] = []
+        self._entries: list[_Entry | Wait] = []
+        self._pending: list[Pending] = []
         self.operations = 0
 
-    def add(self, entry: "_Entry") -> None:
+    def add(self, entry: "_Entry | Wait") -> None:
         """Append one recorded operator."""
         self._entries.append(entry)
         self.operations += 1
 
+    def begin_work(self) -> Pending:
+        """A collective that the code, or else the end of the tape, waits for."""
+        self._pending.append(Pending())
+        return self._pending[-1]
+
+    def wait(self, pending: Pending) -> None:
+        """Wait for a collective, now and whenever the tape runs."""
+        if pending in self._pending:
+            self._pending.remove(pending)
+            pending.wait()
+            self.add(Wait(pending))
+
+    def close(self) -> None:
+        """Wait for what is under way, as the end of a CUDA graph joins all streams."""
+        for pending in list(self._pending):
+            self.wait(pending)
+
+    def results(self) -> Iterator[torch.Tensor]:
+        """The tensors that the operators made."""
+        return (tensor for entry in self._entries for tensor in entry.results())
+
     def launch(self, stream: Any) -> tuple[int]:
         """Run all operators again; the status is always 0."""
-        for _ in self.launch_stepwise():
-            pass
-        return (0,)
-
-    def launch_stepwise(self) -> Iterator[str]:
-        """The same, stopping after each operator with its name."""
-        # Recorded below autograd and autocast. Inference mode may write to its own tensors and to others.
-        with torch.inference_mode(), _no_autocast():
+        with _below_autograd():
             for entry in self._entries:
                 entry.run()
-                yield entry.name
+        return (0,)
+
+    def launch_stepwise(self) -> Iterator["_Entry | Wait"]:
+        """The same, stopping after each operator, under the caller's own modes."""
+        for entry in self._entries:
+            with _below_autograd():
+                entry.run()
+            yield entry
+
+    def nodes(self) -> list[tuple[str, str]]:
+        """`operator` and its name, for each."""
+        return [("operator", entry.name) for entry in self._entries]
+
+    def nbytes(self) -> int:
+        """Bytes of the results that it keeps, each storage once."""
+        results = {storage_id(tensor): tensor for tensor in self.results()}
+        return sum(tensor.untyped_storage().nbytes() for tensor in results.values())
+
+    def storages_kept(self) -> Iterator[int]:
+        """Identity of the storage of each tensor that it keeps, once for each tensor."""
+        operators = (entry for entry in self._entries if isinstance(entry, _Entry))
+        kept = {id(t): t for entry in operators for t in entry.tensors() if _has_storage(t)}
+        return (storage_id(tensor) for tensor in kept.values())
 
 
 @contextlib.contextmanager
-def _no_autocast() -> Iterator[None]:
-    with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+def _below_autograd() -> Iterator[None]:
+    """As operators were recorded. Inference mode may write to its own tensors and to others."""
+    with torch.inference_mode(), torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
         yield
 
 
 class _Entry:
     """One operator with its arguments and the results that later operators read."""
 
-    __slots__ = ("_args", "_fresh", "_func", "_kwargs", "name")
+    __slots__ = ("_args", "_fresh", "_func", "_kwargs", "_pending", "name", "place")
 
-    def __init__(self, func: Any, args: Any, kwargs: Any, fresh: list[tuple[int, torch.Tensor]]) -> None:
+    def __init__(
+        self,
+        func: Any,
+        args: Any,
+        kwargs: Any,
+        fresh: list[tuple[int, torch.Tensor]],
+        pending: Pending | None,
+    ) -> None:
         self._func, self._args, self._kwargs, self._fresh = func, args, kwargs, fresh
+        self._pending = pending
         self.name = names_of(func)[0]
+        self.place = location()
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All that it keeps."""
+        given = tree_leaves((self._args, self._kwargs))
+        return [*(t for t in given if isinstance(t, torch.Tensor)), *self.results()]
+
+    def results(self) -> list[torch.Tensor]:
+        return [tensor for _, tensor in self._fresh]
 
     def run(self) -> None:
         out = self._func(*self._args, **self._kwargs)
         leaves = (out,) if isinstance(out, torch.Tensor) else tree_leaves(out)
-        _wait_for_work(self._func, leaves)
+        if self._pending is not None:
+            self._pending.start(leaves)
+        elif is_collective(self._func):
+            wait_for(self._func, leaves)
         for position, recorded in self._fresh:
             new = leaves[position]
             if new.shape != recorded.shape or new.dtype != recorded.dtype:
@@ -86,17 +147,6 @@ class _Entry:
                 copy_into(recorded, new)
 
 
-def _wait_for_work(func: Any, leaves: Any) -> None:
-    """Collectives return a Work, and what they wrote is there when it is done."""
-    if func.namespace != "c10d":
-        return
-    for leaf in leaves:
-        if isinstance(leaf, torch.ScriptObject):
-            from torch._C._distributed_c10d import Work
-
-            Work.unbox(leaf).wait()
-
-
 class Recorder:
     """Watches the calling thread and writes its operators on the current tape."""
 
@@ -106,12 +156,19 @@ class Recorder:
         """None: operators just run."""
         self.trusted = 0
         """Positive inside of an operator that CUDA captures, though the CPU reads values in it."""
+        self.running = False
+        """Whether an operator that goes on the tape runs right now."""
+        self.borrowed = Borrowed()
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """Watch for the block."""
         with uncompiled(), _RecordFunctions(self), _RecordOperators(self):
             yield
+
+    def is_blind(self) -> bool:
+        """Whether a kernel that is launched now would be missing on the tape."""
+        return self.tape is not None and not self.running
 
     def record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator and write it on the tape."""
@@ -121,9 +178,19 @@ class Recorder:
             check_operator(func, args, kwargs)
         # Aliases, since code may change the shape of a tensor object in place later.
         kept_args, kept_kwargs = tree_map_only(torch.Tensor, _alias, (args, kwargs))
-        out = func(*args, **kwargs)
+        self.running = True
+        try:
+            out = func(*args, **kwargs)
+        finally:
+            self.running = False
+        pending = None
+        if has_work(func):
+            pending = tape.begin_work()
+            pending.start(out)
+            out = pending.handle(out, functools.partial(self._wait, tape, pending, names_of(func)[0]))
+        elif is_collective(func):
+            wait_for(func, out)
         leaves = (out,) if isinstance(out, torch.Tensor) else tree_leaves(out)
-        _wait_for_work(func, leaves)
         if _needs_nothing(func):
             return out
         given = {storage_id(t) for t in tree_leaves((args, kwargs)) if _has_storage(t)}
@@ -137,8 +204,18 @@ class Recorder:
             )
         if fresh or not tensors or _may_write(func):
             # Results are kept with their metadata of now, as arguments are.
-            tape.add(_Entry(func, kept_args, kept_kwargs, [(i, _alias(t)) for i, t in fresh]))
+            tape.add(_Entry(func, kept_args, kept_kwargs, [(i, _alias(t)) for i, t in fresh], pending))
         return out
+
+    def _wait(self, tape: Tape, pending: Pending, name: str) -> None:
+        if self.tape is not tape:
+            raise CaptureFailedError(
+                f"The Work of `{name}`, waited for at {location()}, was made in a graph segment that has "
+                f"ended: CUDA waits for an event of the same capture alone. The segment's end has waited for "
+                f"the collective already: call `wait()` before the break, or make the collective an eager "
+                f"segment (`break_on=['c10d::*']`)."
+            )
+        tape.wait(pending)
 
     def _on_device(self, args: Any, kwargs: Any) -> bool:
         """Whether an operator touches the captured device: on others CUDA would not mind."""
@@ -150,13 +227,15 @@ class Recorder:
 
 
 def _needs_nothing(func: Any) -> bool:
+    if is_mark(func):
+        return True  # Each run of the collective itself is waited for.
     tags = getattr(func, "tags", ())
     return names_of(func)[0] in _EMPTY or torch.Tag.inplace_view in tags or func.namespace == "profiler"
 
 
 def _may_write(func: Any) -> bool:
     schema = getattr(func, "_schema", None)
-    return schema is None or bool(schema.is_mutable)
+    return schema is None or bool(schema.is_mutable) or is_collective(func)
 
 
 def _has_storage(value: Any) -> bool:
@@ -165,7 +244,7 @@ def _has_storage(value: Any) -> bool:
 
 def _alias(tensor: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
-        return tensor.detach()
+        return own_alias(tensor)
 
 
 class _RecordOperators(TorchDispatchMode):
@@ -182,7 +261,10 @@ class _RecordOperators(TorchDispatchMode):
         if is_composite(func):
             return run_in_parts(self, func, args, kwargs)
         if self._recorder.tape is None:
-            return func(*args, **kwargs)
+            out = func(*args, **kwargs)
+            if is_collective(func):
+                self._recorder.borrowed.note(tree_leaves((args, kwargs, out)))
+            return out
         return self._recorder.record(func, args, kwargs)
 
 

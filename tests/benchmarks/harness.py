@@ -97,7 +97,9 @@ class Bench:
                 self.failed(case, name, error)
         gpu_too = self.cuda and not host_only
         clocks = {name: Clock(call, calls, burst, gpu_too, host_only) for name, call in built.items()}
-        results = interleaved(clocks, self.rounds, lambda name, error: self.failed(case, name, error))
+        results = interleaved(
+            clocks, self.rounds, lambda name, error: self.failed(case, name, error), collector=host_only
+        )
         for name, measured in results.items():
             row: dict[str, Any] = {"host_us": measured.host_us}
             if measured.gpu_us is not None:

@@ -1,0 +1,72 @@
+"""One CUDA graph as a graph segment: its launch, its step in a replay, and what CUDA's errors mean."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from segcapture.ambient import Ambient
+from segcapture.backends.driver import Launch
+from segcapture.backends.kernels import nodes_of
+from segcapture.backends.pool import OwnedGraph
+from segcapture.backends.streams import ordered
+from segcapture.replay import Around, Step, Watch, eager_step, graph_step
+from segcapture.segments import EagerSegment, Segment
+
+BREAK = "Move it into a function marked `@eager_break_during_capture`."
+ADVICE = {  # https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__TYPES.html, cudaError
+    1: "Typical of waiting for an event that was recorded in a segment that has ended: record it again, or "
+    "use `wait_stream`.",
+    900: f"The operation waits for the device or reads from it, which a capture forbids. {BREAK}",
+    901: f"An operation before it had failed and made the capture invalid. {BREAK}",
+    902: "Two captures were merged: do not wait for a stream that another capture records.",
+    904: "Work on a side stream was not joined: let the stream of the capture wait for it.",
+    905: "It waits for work that is not part of this segment: an event recorded before the capture, or in "
+    "a segment that has ended. Record the event again, or use `wait_stream`.",
+    906: "It depends on the legacy default stream: use a stream of your own.",
+    907: "It uses an event whose last record is in a capture, on a stream that is not captured.",
+}
+
+
+class CudaGraph(OwnedGraph):
+    """One instantiated CUDA graph."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, operations: int, direct: Launch | None) -> None:
+        super().__init__(graph)
+        self.operations = operations
+        self.launch: Launch = direct or _prepared_launch(graph)
+
+    def nodes(self) -> list[tuple[str, str]]:
+        """Kind and name of each node, kernels demangled."""
+        return nodes_of(self.graph)
+
+
+def _prepared_launch(graph: torch.cuda.CUDAGraph) -> Launch:
+    """Through torch, which sets seed and offset of the graph's random numbers before each launch."""
+
+    def launch(stream: Any) -> tuple[int]:
+        graph.replay()
+        return (0,)
+
+    return launch
+
+
+def step_of(segment: Segment, base: Ambient | None = None, watch: Watch | None = None) -> Step:
+    """The step of a segment, in a replay that runs under the ambient state `base`."""
+    if isinstance(segment, EagerSegment):
+        across = _across(segment) if segment.forks else None
+        return eager_step(segment, base or segment.ambient, across, watch)
+    return graph_step(segment)
+
+
+def _across(segment: EagerSegment) -> Around:
+    """Order side streams around a function, on whatever stream the replay is."""
+
+    def around(call: Callable[[], Any]) -> Callable[[], Any]:
+        def ordered_call() -> Any:
+            with ordered(torch.cuda.current_stream(), segment.forks), torch.cuda.stream(segment.stream):
+                return call()
+
+        return ordered_call
+
+    return around

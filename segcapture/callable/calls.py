@@ -1,0 +1,149 @@
+"""Reading a call: its tensors, its signature, and where it is captured."""
+
+import inspect
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any
+
+import attrs
+import torch
+
+from segcapture.ambient import Ambient
+from segcapture.callable.buckets import Bucket, Padded
+from segcapture.callable.signature import Reading, Share, contents, described, named, shared_memory
+from segcapture.callable.weights import Weights, modules_in, modules_of, training_flags, with_children
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class Call:
+    """One call, read."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    key: Hashable
+    tensors: list[torch.Tensor]
+    shares: tuple[Share, ...]
+    padded: Mapping[int, tuple[Padded, int]]
+    device: torch.device
+    ambient: Ambient
+    training: bool | tuple[bool, ...] | None
+    extra: Hashable
+    """What the user's `key` returned."""
+    length: int = 0
+    """Of the padded dimension."""
+    overlaps_objects: bool = False
+    """Whether an argument shares memory with a tensor in an object among the arguments."""
+
+    @property
+    def grad(self) -> bool:
+        """Whether autograd records."""
+        return self.ambient.grad
+
+
+class TooLongError(Exception):
+    """The call is above the largest bucket."""
+
+
+class Reader:
+    """Reads the calls of one function."""
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        bucket: Bucket | None,
+        key: Callable[..., Hashable] | None,
+        modules: Sequence[torch.nn.Module],
+        device: torch.device | None,
+    ) -> None:
+        self._fn, self._bucket, self._key, self._device = fn, bucket, key, device
+        self._given = modules
+        self._names = _parameter_names(fn)
+        self._ambient: Ambient | None = None
+        self._roots: list[torch.nn.Module] | None = None
+        self._modules: list[torch.nn.Module] = []
+        if bucket is not None:
+            bucket.check_names(fn, self._names)
+
+    def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        """The call and its signature.
+
+        Raises:
+            TooLongError: above the largest bucket.
+            CaptureFailedError: an argument that cannot be compared with another call's, or copied.
+            ValueError: the arguments of a bucket differ in length.
+        """
+        padded: dict[int, tuple[Padded, int]] = {}
+        length = 0
+        if self._bucket is not None:
+            found, length = self._bucket.find(named(args, kwargs, self._names))
+            size = self._bucket.size_for(length)
+            if size is None:
+                raise TooLongError(f"{length} is above the largest bucket, {self._bucket.sizes[-1]}")
+            padded = {tensor_id: (how, size) for tensor_id, how in found.items()}
+        reading = Reading(padded)
+        reading.read(args, kwargs)
+        tensors = reading.tensors
+        shares = shared_memory(tensors, reading.padded) if len(tensors) > 1 else ()
+        if self._roots is None:
+            self.look_for_modules()
+        device = self._device_of(tensors)
+        if device.type != "cpu":
+            # The value of a scalar on the host goes into a kernel's arguments.
+            reading.key += [t.item() for t in tensors if t.device.type == "cpu" and t.dim() == 0]
+        ambient = self._ambient
+        if ambient is None or ambient.device_type != device.type or not ambient.is_current():
+            self._ambient = ambient = Ambient.current(device)
+        training = training_flags(self._modules)
+        extra = None if self._key is None else self._key(*args, **kwargs)
+        return Call(
+            args=args,
+            kwargs=kwargs,
+            key=(tuple(reading.key), shares, ambient, training, extra),
+            training=training,
+            extra=extra,
+            tensors=tensors,
+            shares=shares,
+            padded=reading.padded,
+            device=device,
+            ambient=ambient,
+            length=length,
+            overlaps_objects=bool(reading.in_place) and reading.overlaps_objects(),
+        )
+
+    def look_for_modules(self) -> None:
+        """Find the modules that the function uses, and all in them, as they are now."""
+        self._roots = [*modules_of(self._fn), *self._given]
+        self._modules = with_children(self._roots)
+
+    def weights(self, call: Call) -> Weights:
+        """The weights that the function reads in a call, as they are now."""
+        return Weights(with_children([*self._modules, *modules_in(call.args), *modules_in(call.kwargs)]))
+
+    def describe(self, call: Call) -> dict[str, dict[str, str]]:
+        """The signature of a call in words, by place."""
+        return {
+            **described(contents(named(call.args, call.kwargs, self._names))),
+            "(ambient)": {name: str(value) for name, value in attrs.asdict(call.ambient).items()},
+            "(training)": {"modules": str(call.training)},
+            "(key)": {"returned": repr(call.extra)},
+        }
+
+    def _device_of(self, tensors: Iterable[torch.Tensor]) -> torch.device:
+        if self._device is not None:
+            return self._device
+        for tensor in tensors:
+            if tensor.device.type != "cpu":
+                return tensor.device
+        for module in self._roots or ():
+            for weight in module.parameters():
+                return weight.device
+        return torch.device("cpu")
+
+
+def _parameter_names(fn: Callable[..., Any]) -> list[str]:
+    """Names of the parameters that may be passed by position."""
+    body = fn.forward if isinstance(fn, torch.nn.Module) else fn
+    try:
+        parameters = inspect.signature(body).parameters.values()
+    except (TypeError, ValueError):  # some builtins have none
+        return []
+    return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]

@@ -1,0 +1,188 @@
+"""One signature of a `GraphedCallable`: its warm-up, its capture, its replays."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from segcapture.callable.buckets import Bucket
+from segcapture.callable.calls import Call
+from segcapture.callable.inputs import StaticInputs
+from segcapture.callable.outputs import Outputs, check_no_grad
+from segcapture.callable.signature import changed_place, contents
+from segcapture.callable.statistics import SignatureStats
+from segcapture.callable.trees import copy_tree
+from segcapture.callable.weights import Weights
+from segcapture.capture import BreakableCUDAGraphCapture
+from segcapture.errors import CaptureFailedError
+from segcapture.structure import tensors_in
+
+
+class Entry:
+    """What is kept for one signature."""
+
+    def __init__(
+        self,
+        name: str,
+        places: Mapping[str, Mapping[str, str]],
+        why: str,
+        capture: BreakableCUDAGraphCapture,
+        bucket: Bucket | None,
+    ) -> None:
+        self.name = name
+        self.places = places
+        self.why = why
+        self.calls = 0
+        self.warmups = 0
+        self.failure: BaseException | None = None
+        """Why it runs eagerly from now on."""
+        self.weights: Weights | None = None
+        self.capture = capture
+        self._bucket = bucket
+        self._inputs: StaticInputs | None = None
+        self._outputs: Outputs | None = None
+
+    @property
+    def captured(self) -> bool:
+        """Whether calls are replayed."""
+        return self._outputs is not None
+
+    def warm_up(self, fn: Callable[..., Any], call: Call) -> tuple[Any, CaptureFailedError | None]:
+        """Run the function eagerly where the capture will; also what would make the capture fail."""
+        self.warmups += 1
+        problem = None
+        with self.capture.warm_up():
+            if call.padded:
+                out = self._run_padded(fn, call)
+            else:
+                before = contents([("args", call.args), *call.kwargs.items()])
+                out = fn(*call.args, **call.kwargs)
+                try:
+                    _check_unchanged(before, contents([("args", call.args), *call.kwargs.items()]))
+                    check_no_grad(out, call.grad)
+                except CaptureFailedError as error:
+                    problem = error
+        for tensor in tensors_in(out):
+            if tensor.device.type != "cpu":  # made on the capture stream, and used on this one
+                tensor.record_stream(torch.accelerator.current_stream(tensor.device))
+        return out, problem
+
+    def _run_padded(self, fn: Callable[..., Any], call: Call) -> Any:
+        inputs = StaticInputs(call.tensors, call.shares, call.padded)
+        args, kwargs = _with(inputs, call)
+        out = fn(*args, **kwargs)
+        inputs.find_mutated(call.tensors)
+        inputs.copy_back(call.tensors)
+        return self._outputs_of(out, inputs, call, args, kwargs, clone=False).collect(
+            call.tensors, call.length
+        )
+
+    def capture_call(self, fn: Callable[..., Any], call: Call, clone: bool) -> Any:
+        """Capture the function while it serves a call.
+
+        Raises:
+            CaptureFailedError: it changed a container or object among its arguments, or returned a tensor
+                that requires grad; and all that a capture raises. It can be tried again.
+        """
+        capture = self.capture
+        capture.reset()
+        with capture.turn():
+            inputs = StaticInputs(call.tensors, call.shares, call.padded)
+            args, kwargs = _with(inputs, call)
+            before = contents([("args", args), *kwargs.items()])
+            try:
+                with capture:
+                    out = fn(*args, **kwargs)
+                _check_unchanged(before, contents([("args", args), *kwargs.items()]))
+                check_no_grad(out, call.grad)
+                inputs.find_mutated(call.tensors)
+                outputs = self._outputs_of(out, inputs, call, args, kwargs, clone)
+            except BaseException:
+                capture.reset()
+                raise
+            inputs.copy_back(call.tensors)
+            self._inputs, self._outputs = inputs, outputs
+            return outputs.collect(call.tensors, call.length)
+
+    def _outputs_of(
+        self, out: Any, inputs: StaticInputs, call: Call, args: Any, kwargs: Any, clone: bool
+    ) -> Outputs:
+        cut = {}
+        if self._bucket is not None and call.padded:
+            size = next(iter(call.padded.values()))[1]
+            cut = self._bucket.out_dims(out, size)
+        arguments = {id(value) for value in contents([("args", args), *kwargs.items()]).values()}
+        return Outputs(out, inputs, cut, arguments, clone)
+
+    def replay(self, call: Call) -> Any:
+        """Serve a call by replaying."""
+        inputs, outputs = self._inputs, self._outputs
+        assert inputs is not None
+        assert outputs is not None
+        with self.capture.turn():
+            if inputs.on_host and call.device.type != "cpu":  # the last replay may still read them
+                torch.accelerator.current_stream(call.device).synchronize()
+            inputs.fill(call.tensors)
+            self.capture.replay()
+            inputs.copy_back(call.tensors)
+            return outputs.collect(call.tensors, call.length)
+
+    def static_arguments(self, call: Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The call with the static inputs as its tensors."""
+        assert self._inputs is not None
+        return _with(self._inputs, call)
+
+    def release(self) -> None:
+        """Free the capture, its inputs and outputs, after the work that uses them."""
+        if self._inputs is None:
+            return
+        with self.capture.turn():
+            for tensor in self._inputs.tensors:
+                if tensor.device.type != "cpu":
+                    tensor.record_stream(torch.accelerator.current_stream(tensor.device))
+        self._inputs = self._outputs = None
+        self.capture.reset()
+
+    def stats(self) -> SignatureStats:
+        """For people."""
+        state = "captured" if self.captured else f"warming up ({self.warmups})"
+        if self.failure is not None:
+            state = f"eager: {type(self.failure).__name__}: {self.failure}"
+        nbytes = 0
+        if self._inputs is not None and self._outputs is not None:
+            nbytes = self._inputs.nbytes + self._outputs.nbytes
+        return SignatureStats(
+            name=self.name,
+            arguments=_summary(self.places),
+            state=state,
+            calls=self.calls,
+            nbytes=nbytes,
+            why=self.why,
+        )
+
+
+def _with(inputs: StaticInputs, call: Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    static = {id(tensor): inputs.tensors[i] for i, tensor in reversed(list(enumerate(call.tensors)))}
+    made: tuple[tuple[Any, ...], dict[str, Any]] = copy_tree(
+        (call.args, call.kwargs), lambda tensor: static[id(tensor)]
+    )
+    return made
+
+
+def _check_unchanged(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+    path = changed_place(before, after)
+    if path is not None:
+        raise CaptureFailedError(
+            f"The function put something else at `{path}` of its arguments, which is Python's doing and no "
+            f"replay does it again. Return it instead, or write into the tensor that is there."
+        )
+
+
+def _summary(places: Mapping[str, Mapping[str, str]]) -> str:
+    parts = []
+    for path, words in places.items():
+        if "shape" in words:
+            parts.append(f"{path} {words['dtype']} {words['shape']}")
+        elif "value" in words:
+            parts.append(f"{path}={words['value']}")
+    return ", ".join(parts) or "no arguments"

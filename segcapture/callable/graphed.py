@@ -1,0 +1,368 @@
+"""`GraphedCallable`: a function that is captured once for each signature it is called with."""
+
+import functools
+import inspect
+import logging
+import threading
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Hashable, Sequence
+from typing import Any
+
+import torch
+
+from segcapture.callable.binding import bound_to
+from segcapture.callable.buckets import Bucket, with_progress
+from segcapture.callable.calls import Call, Reader, TooLongError
+from segcapture.callable.entry import Entry
+from segcapture.callable.signature import explain
+from segcapture.callable.statistics import Counts, Stats
+from segcapture.capture import BreakableCUDAGraphCapture
+from segcapture.errors import CaptureFailedError, CaptureStateError
+from segcapture.state import state
+
+logger = logging.getLogger("segcapture.callable")
+
+_SIGNATURES_PER_CAPTURE = 4  # that are kept for each capture that may be
+_CAPTURE_OPTIONS = ("mode", "stream", "breaks", "break_on", "capture_error_mode", "generators", "barrier")
+
+
+class GraphedCallable:
+    """Serve a function from captures: one for each signature that it is called with.
+
+    The first `warmup` calls of a signature run eagerly on the capture stream, the next one is captured
+    while it runs, later ones replay. Each call runs the function once, or replays it once: state advances
+    and random numbers are drawn as without this. A signature is the nesting of the arguments; shape,
+    stride, dtype and device of tensors, and which of them share memory; type and value of everything else
+    (objects of your classes: which object, and what its attributes are); grad mode, inference mode,
+    autocast, `training` of the modules; and what `key` returns. What the function reads elsewhere
+    (globals, a closure) and changes must be in `key`.
+
+    Use it as `GraphedCallable(fn)`, or as a decorator, `@GraphedCallable` or `@GraphedCallable(warmup=1)`,
+    of functions and methods (each instance then has its own captures).
+
+    Args:
+        fn: A function, method, `nn.Module` or other callable.
+        warmup: Eager calls of a signature before it is captured.
+        pool: Memory to share with other captures. Left out: one pool for all signatures.
+        max_captures: Captures to keep; the one that was used least recently goes first.
+        bucket: A dimension that is padded up to one of a few sizes.
+        clone_outputs: False hands out the captured outputs themselves, which the next call overwrites.
+        mode: `"breakable"`, `"full"` or `"debug"`, as `BreakableCUDAGraphCapture` takes it.
+        key: Called with the arguments; returns a hashable that belongs to the signature.
+        on_error: `"raise"`, or `"eager"`: a signature that cannot be captured runs eagerly from then on.
+            The call whose capture failed runs the function again from its start.
+        weights: What to do when a parameter, buffer or submodule was replaced since the capture (not
+            updated in place): `"raise"`, `"recapture"`, or `"ignore"`, which does not look.
+        modules: Modules that the function reads, besides those that are seen in it, its object, its
+            closure and its globals.
+        device: Where to capture. Left out: where the tensors of the call and the modules are.
+        name: For messages. Left out: the function's.
+        stream, breaks, break_on, capture_error_mode, generators, barrier: As `BreakableCUDAGraphCapture`
+            takes them.
+
+    Raises:
+        TypeError: `fn` is not callable, or is a coroutine or generator function.
+        ValueError: an option that is none of the above.
+    """
+
+    def __new__(cls, fn: Callable[..., Any] | None = None, **options: Any) -> Any:
+        """Without a function: a decorator."""
+        return functools.partial(cls, **options) if fn is None else super().__new__(cls)
+
+    def __init__(
+        self,
+        fn: Callable[..., Any] | None = None,
+        *,
+        warmup: int = 2,
+        pool: Any = None,
+        max_captures: int = 64,
+        bucket: Bucket | None = None,
+        clone_outputs: bool = True,
+        mode: str | None = None,
+        key: Callable[..., Hashable] | None = None,
+        on_error: str = "raise",
+        weights: str = "raise",
+        modules: Sequence[torch.nn.Module] = (),
+        device: torch.device | str | int | None = None,
+        name: str | None = None,
+        stream: Any = None,
+        breaks: Collection[str] | Callable[[str], bool] | None = None,
+        break_on: Sequence[Any] = (),
+        capture_error_mode: str = "thread_local",
+        generators: Sequence[torch.Generator] = (),
+        barrier: Callable[[], object] | None = None,
+    ) -> None:
+        options = {option: value for option, value in locals().items() if option not in ("self", "fn")}
+        _check(fn, warmup, max_captures, on_error, weights)
+        assert fn is not None
+        self.fn = fn
+        self.name = name or getattr(fn, "__qualname__", type(fn).__qualname__).rpartition("<locals>.")[2]
+        self._options, self._bucket = options, bucket
+        self._device = None if device is None else torch.device(device)
+        self._reader = Reader(fn, bucket, key, modules, self._device)
+        self._pools: dict[torch.device, Any] = {}
+        self._entries: OrderedDict[Hashable, Entry] = OrderedDict()
+        self._counts = Counts()
+        self._made = 0
+        self._invalid = ""
+        self._said: set[str] = set()
+        self._lock = threading.RLock()
+        if not isinstance(fn, torch.nn.Module):
+            functools.update_wrapper(self, fn, updated=())
+        # torch.compile traces none of this.
+        disable: Any = torch.compiler.disable
+        self._serve = disable(self._serve_call)
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        """As a method: the `GraphedCallable` of the instance."""
+        if instance is None:
+            return self
+        return bound_to(instance, self, lambda: type(self)(self.fn.__get__(instance), **self._options))
+
+    def __repr__(self) -> str:
+        return f"GraphedCallable({self.name})"
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Call the function, or replay its capture for these arguments.
+
+        Inside of another capture it is a plain call.
+
+        Raises:
+            CaptureFailedError: it cannot be captured, with `on_error="raise"`: an argument is a tensor
+                subclass or has no hash, an argument or output requires grad with grad enabled, the
+                function changes containers among its arguments, and all that a capture raises. A weight
+                was replaced, with `weights="raise"`.
+            CaptureStateError: after `invalidate`.
+            ValueError: the arguments of a bucket differ in length.
+        """
+        return self._serve(args, kwargs)
+
+    def _serve_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if state.recording is not None:
+            return self.fn(*args, **kwargs)
+        with self._lock:
+            return self._serve_locked(args, kwargs)
+
+    def _serve_locked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._invalid:
+            raise CaptureStateError(
+                f"{self.name} was invalidated: {self._invalid}. Call clear() to capture again."
+            )
+        self._counts.calls += 1
+        try:
+            call = self._reader.read(args, kwargs)
+            entry = self._entry_for(call)
+        except (TooLongError, CaptureFailedError) as error:
+            if self._options["on_error"] == "raise" and not isinstance(error, TooLongError):
+                raise
+            self._say_once(error)
+            self._counts.eager += 1
+            return self.fn(*args, **kwargs)
+        entry.calls += 1
+        if entry.captured:
+            self._counts.replays += 1
+            return entry.replay(call)
+        if entry.failure is not None:
+            self._counts.eager += 1
+            return self.fn(*args, **kwargs)
+        if entry.warmups < self._options["warmup"]:
+            return self._warm_up(entry, call)
+        return self._capture(entry, call)
+
+    def _entry_for(self, call: Call) -> Entry:
+        entry = self._entries.get(call.key)
+        if entry is not None and entry.weights is not None:
+            name = entry.weights.replaced()
+            if name is not None:
+                self._on_replaced_weight(entry, call, name)
+                entry = None
+        if entry is None:
+            return self._add(call)
+        self._entries.move_to_end(call.key)
+        return entry
+
+    def _on_replaced_weight(self, entry: Entry, call: Call, name: str) -> None:
+        self._reader.look_for_modules()
+        if self._options["weights"] == "raise":
+            raise CaptureFailedError(
+                f"{name} was replaced after {self.name} was captured, which reads the old one. Update it in "
+                f"place (`weight.copy_(new)`), call clear(), or pass weights='recapture'."
+            )
+        logger.info("%s: %s was replaced; %s is captured again", self.name, name, entry.name)
+        entry.release()
+        del self._entries[call.key]
+
+    def _add(self, call: Call) -> Entry:
+        """A signature that was not seen before, and why no other one fits."""
+        places = self._reader.describe(call)
+        others = [(entry.name, entry.places) for entry in self._entries.values()]
+        captured = [(entry.name, entry.places) for entry in self._entries.values() if entry.captured]
+        why = explain(places, captured or others)
+        if call.grad and any(tensor.requires_grad for tensor in call.tensors):
+            raise CaptureFailedError(
+                f"An argument of {self.name} requires grad, and a replay makes no autograd graph. Call it "
+                f"under `torch.no_grad()` or `torch.inference_mode()`, or pass it detached."
+            )
+        if call.overlaps_objects:
+            raise CaptureFailedError(
+                f"An argument of {self.name} shares memory with a tensor in an object among the arguments. "
+                f"Arguments are copied, and objects are used as they are: pass it in the object alone."
+            )
+        self._made += 1
+        name = f"#{self._made}"
+        options = {option: self._options[option] for option in _CAPTURE_OPTIONS}
+        capture = BreakableCUDAGraphCapture(
+            **options,
+            pool=self._pools.get(call.device, self._options["pool"]),
+            # Without a GPU the capture itself says that it is emulated.
+            device=self._device or (call.device if torch.accelerator.is_available() else None),
+            name=f"{self.name} {name}",
+        )
+        entry = self._entries[call.key] = Entry(name, places, why, capture, self._bucket)
+        logger.debug("%s: signature %s, %s", self.name, name, why)
+        while len(self._entries) > _SIGNATURES_PER_CAPTURE * self._options["max_captures"]:
+            self._evict(next(iter(self._entries)))
+        return entry
+
+    # Warm-up and capture
+
+    def _warm_up(self, entry: Entry, call: Call) -> Any:
+        self._counts.warmups += 1
+        out, problem = entry.warm_up(self.fn, call)
+        self._pools.setdefault(call.device, entry.capture.pool)
+        if problem is not None:
+            self._failed(entry, problem)
+            if self._options["on_error"] == "raise":
+                raise problem
+        return out
+
+    def _capture(self, entry: Entry, call: Call) -> Any:
+        try:
+            out = entry.capture_call(self.fn, call, self._options["clone_outputs"])
+        except Exception as error:
+            self._counts.failures += 1
+            if self._options["on_error"] == "raise":
+                raise
+            out = self.fn(*call.args, **call.kwargs)  # an error of the function itself comes again
+            self._failed(entry, error)
+            self._counts.eager += 1
+            return out
+        self._counts.captures += 1
+        self._pools.setdefault(call.device, entry.capture.pool)
+        if self._options["weights"] != "ignore":
+            entry.weights = self._reader.weights(call)
+        logger.debug("%s: captured %s, %s", self.name, entry.name, entry.why)
+        captured = [key for key, other in self._entries.items() if other.captured]
+        for key in captured[: max(0, len(captured) - self._options["max_captures"])]:
+            self._evict(key)
+        return out
+
+    def _failed(self, entry: Entry, error: BaseException) -> None:
+        if self._options["on_error"] == "eager":
+            entry.failure = error
+            logger.warning("%s runs eagerly for %s: %s", self.name, entry.name, error)
+
+    def _say_once(self, error: Exception) -> None:
+        """With these arguments nothing is captured."""
+        what = "above" if isinstance(error, TooLongError) else str(error)
+        if what in self._said:
+            return
+        self._said.add(what)
+        if isinstance(error, TooLongError):
+            warnings.warn(f"{self.name} runs eagerly: {error}.", UserWarning, stacklevel=5)
+        else:
+            logger.warning("%s runs eagerly with such arguments: %s", self.name, error)
+
+    # What a user does with the captures
+
+    def precapture(
+        self,
+        sizes: Sequence[Any] | None = None,
+        *,
+        inputs: Callable[[Any], tuple[Any, ...] | dict[str, Any]],
+    ) -> None:
+        """Capture before the first request: call the function for each size, the largest first.
+
+        The function runs `warmup` times and once more for each size, as in any calls, so reset what
+        advances (caches, counters) after. Shows a progress bar where tqdm or rich is installed.
+
+        Args:
+            sizes: What `inputs` is called with. Left out: the sizes of the bucket.
+            inputs: Makes the arguments of a call: a tuple, or a dict of keyword arguments.
+
+        Raises:
+            ValueError: no sizes and no bucket. All that a call raises comes through.
+        """
+        if sizes is None:
+            if self._bucket is None:
+                raise ValueError("precapture takes sizes where there is no bucket")
+            sizes = self._bucket.sizes
+        for size in with_progress(sorted(sizes, reverse=True), f"capturing {self.name}"):
+            given = inputs(size)
+            args, kwargs = ((), given) if isinstance(given, dict) else (tuple(given), {})
+            for _ in range(self._options["warmup"] + 1):
+                self(*args, **kwargs)
+
+    def static_arguments(self, /, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a call with the static inputs in place of its tensors.
+
+        Write into those and pass them: what already is in the static input is not copied.
+
+        Raises:
+            CaptureStateError: this signature is not captured yet.
+        """
+        with self._lock:
+            entry = self._entries.get((call := self._reader.read(args, kwargs)).key)
+            if entry is None or not entry.captured:
+                raise CaptureStateError(f"{self.name} is not captured for these arguments: call it first.")
+            return entry.static_arguments(call)
+
+    def invalidate(self, reason: str) -> None:
+        """Let calls refuse with this reason until `clear()`: weights are offloaded, the pool sleeps, say."""
+        with self._lock:
+            self._invalid = reason
+            for entry in self._entries.values():
+                entry.capture.invalidate(reason)
+
+    def clear(self) -> None:
+        """Drop all captures and signatures. The counts stay, the function can be captured again."""
+        with self._lock:
+            for key in list(self._entries):
+                self._drop(key)
+            self._pools.clear()
+            self._invalid = ""
+            self._reader.look_for_modules()
+
+    def _evict(self, key: Hashable) -> None:
+        self._counts.evictions += 1
+        logger.debug("%s: %s is dropped, the least recently used", self.name, self._entries[key].name)
+        self._drop(key)
+
+    def _drop(self, key: Hashable) -> None:
+        self._entries.pop(key).release()
+
+    def stats(self) -> Stats:
+        """What was done so far, and the signatures that are held; also as text by `print`."""
+        with self._lock:
+            entries = list(self._entries.values())
+            pools = {s.data_ptr(): s.nbytes() for entry in entries for s in entry.capture.storages()}
+            return Stats(
+                **{name: getattr(self._counts, name) for name in Counts.names()},
+                pool_bytes=sum(pools.values()),
+                signatures=tuple(entry.stats() for entry in entries),
+            )
+
+
+def _check(fn: Any, warmup: int, max_captures: int, on_error: str, weights: str) -> None:
+    if not callable(fn):
+        raise TypeError(f"GraphedCallable takes a function, got {fn!r}")
+    for body in (fn, type(fn).__call__):
+        if inspect.iscoroutinefunction(body) or inspect.isgeneratorfunction(body):
+            raise TypeError(f"{fn!r} is a coroutine or generator function: its body runs after the call.")
+    if warmup < 0 or max_captures < 1:
+        raise ValueError(f"warmup is from 0 and max_captures from 1, got {warmup} and {max_captures}")
+    if on_error not in ("raise", "eager"):
+        raise ValueError(f"on_error={on_error!r} is unknown: choose 'raise' or 'eager'")
+    if weights not in ("raise", "recapture", "ignore"):
+        raise ValueError(f"weights={weights!r} is unknown: choose 'raise', 'recapture' or 'ignore'")

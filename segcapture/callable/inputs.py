@@ -1,0 +1,188 @@
+"""The static inputs of one capture: where calls copy their tensors to, and back from."""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from segcapture.callable.buckets import Padded, pad, pad_into
+from segcapture.callable.signature import Share
+from segcapture.errors import CaptureFailedError
+from segcapture.memory import byte_range, copy_into, has_repeats, place_on, without_repeats
+
+Give = Callable[[Sequence[torch.Tensor]], torch.Tensor]
+"""From the tensors of a call to one that it gets back."""
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class StaticInputs:
+    """Tensors at fixed addresses, that share memory as those of the call do.
+
+    They hold the values of the tensors that they are made from. Padded ones are contiguous.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[torch.Tensor],
+        shares: Sequence[Share],
+        padded: Mapping[int, tuple[Padded, int]],
+    ) -> None:
+        self._padded = padded
+        placed = dict(_placed(tensors, shares))
+        with torch.inference_mode(False), torch.no_grad():
+            self.tensors = [
+                placed[i] if i in placed else _like(tensor, padded.get(i)) for i, tensor in enumerate(tensors)
+            ]
+        self._pointers = [tensor.data_ptr() for tensor in self.tensors]
+        self._firsts = self._first_of_each()
+        self._on_host = any(t.device.type == "cpu" for t in self.tensors)
+        self.mutated: list[int] = []
+        """Positions of those that the function writes to."""
+        self.fill(tensors)
+        self._versions = [tensor._version for tensor in self.tensors]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all."""
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in self.tensors}
+        return sum(storages.values())
+
+    @property
+    def on_host(self) -> bool:
+        """Whether any of them is in host memory."""
+        return self._on_host
+
+    def _first_of_each(self) -> list[int]:
+        """Positions without those that are the same bytes in the same shape as an earlier one."""
+        seen: dict[Any, int] = {}
+        for i, t in enumerate(self.tensors):
+            seen.setdefault((self._pointers[i], t.shape, t.stride(), t.dtype) if t.numel() else i, i)
+        return list(seen.values())
+
+    def giver_of(self, tensor: torch.Tensor) -> Give | None:
+        """How to get from a call its own tensor for one that is a static input, or a view of one."""
+        if tensor.layout is not torch.strided:
+            return None
+        for i, static in enumerate(self.tensors):
+            if tensor is static:
+                return functools.partial(_given, i)
+        for i, static in enumerate(self.tensors):
+            if i not in self._padded and tensor.dtype is static.dtype and _overlap(tensor, static):
+                delta = int(tensor.storage_offset()) - int(static.storage_offset())
+                return functools.partial(_view_of_given, i, tensor.shape, tensor.stride(), delta)
+        return None
+
+    def fill(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Copy a call's tensors in; one that already is the static input is not copied."""
+        targets, sources = [], []
+        for i in self._firsts:
+            tensor, target = tensors[i], self.tensors[i]
+            if i in self._padded:
+                how = self._padded[i][0]
+                pad_into(target, tensor, how.dim, how.fill)
+            elif tensor.data_ptr() != self._pointers[i]:
+                if has_repeats(target):
+                    target, tensor = without_repeats(target), without_repeats(tensor)
+                targets.append(target)
+                sources.append(tensor)
+        _copy_all(targets, sources)
+
+    def find_mutated(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Compare with the tensors that they were filled from: which did the function write to?
+
+        Raises:
+            CaptureFailedError: one that is padded and shares memory with another argument.
+        """
+        for i, (static, tensor) in enumerate(zip(self.tensors, tensors, strict=True)):
+            original = tensor
+            if i in self._padded:
+                how, size = self._padded[i]
+                original = pad(tensor, how.dim, size, how.fill)
+            # The version misses kernels that torch does not know, the values a write of the same values.
+            if static._version != self._versions[i] or not _same_bits(static, original):
+                self.mutated.append(i)
+        for i in set(self.mutated) & set(self._padded):
+            if sum(_overlap(tensor, tensors[i]) for tensor in tensors) > 1:
+                raise CaptureFailedError(
+                    "The function writes to an argument that is padded to a bucket and shares memory with "
+                    "another argument. Pass a copy of one of them."
+                )
+
+    def copy_back(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Copy what the function wrote to the call's own tensors."""
+        targets, sources = [], []
+        for i in self.mutated:
+            tensor, static = tensors[i], self.tensors[i]
+            if i in self._padded:
+                static = static.narrow(self._padded[i][0].dim, 0, tensor.shape[self._padded[i][0].dim])
+            elif tensor.data_ptr() == self._pointers[i]:
+                continue
+            if has_repeats(tensor):
+                copy_into(tensor, static)
+                continue
+            targets.append(tensor)
+            sources.append(static)
+        _copy_all(targets, sources)
+
+
+def _given(position: int, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    return tensors[position]
+
+
+def _view_of_given(
+    position: int, shape: torch.Size, stride: tuple[int, ...], delta: int, tensors: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    tensor = tensors[position]
+    return tensor.as_strided(shape, stride, tensor.storage_offset() + delta)
+
+
+def _copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    if not targets:
+        return
+    with torch.no_grad():
+        if len(targets) == 1:  # cheaper than a list of one
+            targets[0].copy_(sources[0])
+        else:
+            torch._foreach_copy_(targets, sources)
+
+
+def _placed(tensors: Sequence[torch.Tensor], shares: Sequence[Share]) -> list[tuple[int, torch.Tensor]]:
+    """The static inputs that overlap, at the same distances as the call's tensors."""
+    made = []
+    with torch.inference_mode(False), torch.no_grad():
+        for share in shares:
+            nbytes = 0
+            for position, offset in share:
+                low, high = byte_range(tensors[position])
+                nbytes = max(nbytes, offset + high - low)
+            device = tensors[share[0][0]].device
+            storage = torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage()
+            made += [(i, place_on(storage, tensors[i], offset, device)) for i, offset in share]
+    return made
+
+
+def _like(tensor: torch.Tensor, padded: tuple[Padded, int] | None) -> torch.Tensor:
+    options: dict[str, Any] = {"dtype": tensor.dtype, "device": tensor.device}
+    if padded is None:
+        return torch.empty_strided(tensor.shape, tensor.stride(), **options)
+    dim, size = padded[0].dim, padded[1]
+    return torch.empty((*tensor.shape[:dim], size, *tensor.shape[dim + 1 :]), **options)
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if b.is_conj() or b.is_neg():
+        b = b.resolve_conj().resolve_neg()
+    with torch.no_grad():
+        if a.dtype is torch.complex128:
+            a, b = torch.view_as_real(a), torch.view_as_real(b)
+        kind = _BITS[a.element_size()]
+        return torch.equal(a.detach().view(kind), b.detach().view(kind))
+
+
+def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr():
+        return False
+    (low, high), (other_low, other_high) = byte_range(a), byte_range(b)
+    return low < other_high and other_low < high

@@ -1,0 +1,92 @@
+"""What a capture hands out: copies of its outputs, in the structure that the function returned."""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from segcapture.callable.inputs import Give, StaticInputs
+from segcapture.callable.trees import copy_tree
+from segcapture.errors import CaptureFailedError
+from segcapture.structure import is_plain_object, walk
+
+
+class Outputs:
+    """The outputs of one capture.
+
+    An output that is a static input, or a view of one, is handed out as the call's own tensor: the
+    function returned its argument.
+    """
+
+    def __init__(
+        self, out: Any, inputs: StaticInputs, cut: Mapping[int, int], arguments: Collection[int], clone: bool
+    ) -> None:
+        self._out = out
+        self._cut = cut
+        self._clone = clone
+        # A class of the user's among the arguments is the call's own object, not a result.
+        self._keep = {id(n.value) for n in walk(out) if is_plain_object(n.value) and id(n.value) in arguments}
+        self._given: dict[int, Give] = {}
+        """By the id of an output that is a call's own tensor: how to get it from the call."""
+        self._made: list[torch.Tensor] = []
+        """The other output tensors, each once."""
+        copy_tree(out, self._sort(inputs), objects=True, keep=self._keep)
+        self._single = isinstance(out, torch.Tensor) and bool(self._made)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the outputs, inputs among them left out."""
+        storages = {t.untyped_storage().data_ptr(): t.nbytes for t in self._made if _is_dense(t)}
+        return sum(storages.values())
+
+    def _sort(self, inputs: StaticInputs) -> Callable[[torch.Tensor], torch.Tensor]:
+        def sort(tensor: torch.Tensor) -> torch.Tensor:
+            give = inputs.giver_of(tensor)
+            if give is not None:
+                self._given[id(tensor)] = give
+            else:
+                self._made.append(tensor)
+            return tensor
+
+        return sort
+
+    def collect(self, tensors: Sequence[torch.Tensor], length: int) -> Any:
+        """The outputs of the replay that just ran, for a call with these tensors."""
+        if self._single:
+            return self._copies(length)[0]
+        copies = {id(old): new for old, new in zip(self._made, self._copies(length), strict=True)}
+
+        def replace(tensor: torch.Tensor) -> torch.Tensor:
+            if id(tensor) in self._given:
+                return self._given[id(tensor)](tensors)
+            return copies[id(tensor)]
+
+        return copy_tree(self._out, replace, objects=True, keep=self._keep)
+
+    def _copies(self, length: int) -> list[torch.Tensor]:
+        found = [t if id(t) not in self._cut else t.narrow(self._cut[id(t)], 0, length) for t in self._made]
+        if not self._clone:
+            return found
+        if len(found) < 2 or not all(map(_is_dense, found)):
+            return [tensor.clone() for tensor in found]
+        made = [torch.empty_like(tensor) for tensor in found]
+        torch._foreach_copy_(made, found)
+        return made
+
+
+def check_no_grad(out: Any, grad: bool) -> None:
+    """Raise CaptureFailedError if an output is part of an autograd graph."""
+    for node in walk(out):
+        tensor = node.value
+        if isinstance(tensor, torch.Tensor) and (
+            tensor.grad_fn is not None or (grad and tensor.requires_grad)
+        ):
+            raise CaptureFailedError(
+                f"The function returned a tensor that requires grad at `{node.path}`, and a replay makes no "
+                f"autograd graph. Call it under `torch.no_grad()` or `torch.inference_mode()`; or do the "
+                f"whole training step in it, and return detached tensors."
+            )
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and type(tensor) in (torch.Tensor, torch.nn.Parameter)

@@ -1,0 +1,56 @@
+"""Copies of nested arguments and outputs with other tensors in them."""
+
+import copy
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+
+from segcapture.structure import children, is_plain_object, set_item, tensors_in
+
+Replace = Callable[[torch.Tensor], torch.Tensor]
+
+
+def copy_tree(value: Any, replace: Replace, *, objects: bool = False, keep: Collection[int] = ()) -> Any:
+    """A copy of the containers in `value`, with `replace` applied to the tensors in them.
+
+    Tuples, lists, dicts and records (dataclasses, attrs classes) are copied as what they are. Objects of
+    other classes stay themselves; with `objects`, those that hold tensors are copied too, but for those
+    whose id is in `keep`.
+    """
+    return _Copier(replace, objects, keep).copy(value)
+
+
+class _Copier:
+    def __init__(self, replace: Replace, objects: bool, keep: Collection[int]) -> None:
+        self._replace, self._objects, self._keep = replace, objects, keep
+        self._made: dict[int, Any] = {}
+
+    def copy(self, value: Any, in_object: bool = False) -> Any:
+        if id(value) not in self._made:
+            self._made[id(value)] = self._copy(value, in_object)
+        return self._made[id(value)]
+
+    def _copy(self, value: Any, in_object: bool) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self._replace(value)
+        content = children(value, in_object)
+        if content is None:
+            return value
+        if isinstance(value, tuple):
+            items = [self.copy(child, in_object) for _, _, child in content]
+            kind = type(value)
+            if hasattr(kind, "_fields") or kind is tuple:
+                return tuple.__new__(kind, items)
+            return kind(items)  # torch.return_types take a sequence
+        if is_plain_object(value):
+            if not self._objects or id(value) in self._keep or next(tensors_in(value), None) is None:
+                return value
+            in_object = True
+        made = copy.copy(value)
+        self._made[id(value)] = made  # before its contents: they may lead back here
+        for key, _, child in content:
+            new = self.copy(child, in_object)
+            if new is not child:
+                set_item(made, key, new)
+        return made

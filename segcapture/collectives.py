@@ -1,0 +1,105 @@
+"""Collectives of torch.distributed as operators: what to wait for before others may read their results.
+
+A collective returns before it is done. Each has its own way to wait: the `Work` that a `c10d` operator
+returns, and `wait_tensor` for the results of a functional collective.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from segcapture.composites import names_of
+
+if TYPE_CHECKING:
+    from segcapture.recording import Recording
+
+_WORK, _FUNCTIONAL = "c10d", "_c10d_functional"
+# They move no data. The first makes a tensor that waits when it is first used, the second waits.
+_MARKS = {"_c10d_functional::_wrap_tensor_autograd", "_c10d_functional::wait_tensor"}
+
+
+def is_collective(func: Any) -> bool:
+    """Whether an operator talks to other ranks. The schemas of these do not say what they write."""
+    return func.namespace in (_WORK, _FUNCTIONAL) and not is_mark(func)
+
+
+def has_work(func: Any) -> bool:
+    """Whether a collective returns a Work, which the caller waits for, and writes to the caller's tensors."""
+    return bool(func.namespace == _WORK)
+
+
+def is_mark(func: Any) -> bool:
+    """Whether an operator says that a functional collective is to be waited for."""
+    return func.namespace == _FUNCTIONAL and names_of(func)[0] in _MARKS
+
+
+def works_of(out: Any) -> list[Any]:
+    """Each Work that a collective returned: none where NCCL ran on the current stream."""
+    works = [_unboxed(leaf) for leaf in tree_leaves(out) if isinstance(leaf, torch.ScriptObject)]
+    return [work for work in works if work is not None]
+
+
+def wait_for(func: Any, out: Any) -> None:
+    """Let the current stream, or the host where there is none, wait for what a collective writes."""
+    if has_work(func):
+        for work in works_of(out):
+            work.wait()
+        return
+    for leaf in tree_leaves(out):
+        if isinstance(leaf, torch.Tensor):
+            torch.ops._c10d_functional.wait_tensor(leaf)
+
+
+def handle(out: Any, wait: Callable[[], None]) -> Any:
+    """What a collective returned, with a Work for its caller that calls `wait` instead of waiting.
+
+    The original is waited for by others. Waiting for it a second time is no repetition: gloo's `send` then
+    waits for another send, and NCCL waits for an event, which in a capture must be one of that capture.
+    """
+    from torch._C._distributed_c10d import PythonCallbackWork
+
+    def call(timeout: Any) -> bool:
+        wait()
+        return True
+
+    def replaced(leaf: torch.ScriptObject) -> Any:
+        return leaf if _unboxed(leaf) is None else PythonCallbackWork(call).boxed()
+
+    return tree_map_only(torch.ScriptObject, replaced, out)
+
+
+def record_collective(recording: "Recording", func: Any, args: Any, kwargs: Any, name: str) -> Any:
+    """Make a collective an eager segment, which ends when the collective does.
+
+    Returns:
+        What the operator returned. The segment itself returns nothing where results are the caller's
+        tensors: a Work is another one each time.
+    """
+    outputs: list[Any] | None = []
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        out = func(*args, **kwargs)
+        wait_for(func, out)
+        if not has_work(func):
+            return out
+        if outputs is not None:
+            outputs.append(handle(out, _nothing_left))
+            wait_for(func, outputs)  # so that is_completed() says so
+        return None
+
+    result = recording.record_break(call, args, kwargs, name, below_autograd=True)
+    done, outputs = outputs, None
+    return done[0] if done else result
+
+
+def _nothing_left() -> None:
+    """The segment has waited."""
+
+
+def _unboxed(leaf: torch.ScriptObject) -> Any:
+    """The Work; None where NCCL made none, since the call itself ran on the current stream."""
+    from torch._C._distributed_c10d import Work
+
+    return Work.unbox(leaf)

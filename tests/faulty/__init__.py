@@ -1,0 +1,1 @@
+"""Programs with one fault each: `run(backend)` ends with the message that a user gets."""

@@ -1,0 +1,1103 @@
+"""`GraphedCallable`: one capture for each signature, and never another result than the function's."""
+
+import copy
+import logging
+import os
+import pickle
+import threading
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from segcapture import (
+    BreakableCUDAGraphCapture,
+    Bucket,
+    CaptureFailedError,
+    CaptureStateError,
+    GraphedCallable,
+    eager_break_during_capture,
+)
+from tests.conftest import assert_same
+
+EXAMPLES = int(os.environ.get("SEGCAPTURE_EXAMPLES", "60"))
+
+
+@eager_break_during_capture
+def rescale(h):
+    """Cannot be captured: reads on the host."""
+    return h / max(1.0, h.abs().max().item())
+
+
+def graphed(backend, fn=None, **options):
+    """On the backend under test."""
+    return GraphedCallable(fn, **{"device": backend.device, "mode": backend.mode, **options})
+
+
+def state_of(g):
+    """How many calls went which way, with the counters that are zero left out."""
+    stats = g.stats()
+    names = ("warmups", "captures", "replays", "eager", "failures", "evictions")
+    return {name: getattr(stats, name) for name in names if getattr(stats, name)}
+
+
+# Property: any signatures, in any order
+
+
+class Pair(NamedTuple):
+    """Arguments of a kind of their own."""
+
+    left: object
+    right: object
+
+
+@dataclass
+class Record:
+    """And of another."""
+
+    first: object
+    rest: object
+
+
+LEAVES = [
+    "plain",
+    "matrix",
+    "int",
+    "transposed",
+    "expanded",
+    "sliced",
+    "empty",
+    "again",
+    "view",
+    1,
+    True,
+    1.0,
+    "s",
+]
+NESTS = ["flat", "tuple", "list", "dict", "pair", "record", "keywords"]
+
+
+def leaf(kind, made, generator, device):
+    """A value of the given kind; `made` are the tensors so far."""
+    values = torch.randn(4, 4, generator=generator).to(device)
+    if kind in ("again", "view"):
+        known = made[-1] if made else values
+        return known if kind == "again" or known.dim() == 0 else known[:1]
+    made_of = {
+        "plain": lambda: values[0].clone(),
+        "matrix": lambda: values,
+        "int": lambda: (values * 9).long(),
+        "transposed": lambda: values.t(),
+        "expanded": lambda: values[:1].expand(4, 4),
+        "sliced": lambda: values[:, 1:3],
+        "empty": lambda: values[:0],
+    }
+    return made_of[kind]() if isinstance(kind, str) and kind in made_of else kind
+
+
+def arguments(spec, seed, device):
+    """The arguments of one call: their nesting follows `spec`, their values `seed`."""
+    kinds, nest = spec
+    generator = torch.Generator().manual_seed(seed)
+    values, made = [], []
+    for kind in kinds:
+        values.append(leaf(kind, made, generator, device))
+        made += [v for v in values[-1:] if isinstance(v, torch.Tensor)]
+    nested = {
+        "flat": lambda: (tuple(values), {}),
+        "tuple": lambda: ((tuple(values), 3), {}),
+        "list": lambda: (([values[0], values[1:]],), {}),
+        "dict": lambda: (({"a": values[0], 2: values[1:]},), {}),
+        "pair": lambda: ((Pair(values[0], tuple(values[1:])),), {}),
+        "record": lambda: ((Record(values[0], values[1:]),), {}),
+        "keywords": lambda: ((), {f"k{i}": v for i, v in enumerate(values)}),
+    }
+    args, kwargs = nested[nest]()
+    return args, dict(reversed(kwargs.items())) if seed % 2 else kwargs
+
+
+def tensors_of(value):
+    """In order of the names, as keyword order must not matter."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        return [t for key in sorted(value, key=str) for t in tensors_of(value[key])]
+    if isinstance(value, Record):
+        return tensors_of([value.first, value.rest])
+    return [t for item in value for t in tensors_of(item)] if isinstance(value, tuple | list) else []
+
+
+class World:
+    """A function with a cache and a count, that draws, mutates its arguments and gives them back."""
+
+    def __init__(self, device):
+        self.cache = torch.zeros(4, device=device)
+        self.runs = 0
+
+    def run(self, *args, **kwargs):
+        self.runs += 1
+        given = tensors_of([args, kwargs])
+        total = torch.zeros(4, device=self.cache.device)
+        for t in given:
+            total = total + t.sum() * 0.5
+        total = rescale(total + torch.rand(4, device=total.device))
+        self.cache.add_(total)
+        writable = [t for t in given if 0 not in t.stride() and t.is_floating_point()]
+        for t in writable[:2]:
+            t.mul_(0.5).add_(total[0])
+        views = [t[:2] for t in given if t.dim()]
+        return {
+            "total": (total, total),
+            "given": given,
+            "views": views,
+            "none": None,
+            "cache": self.cache * 1,
+        }
+
+
+GUARDS = [torch.no_grad, torch.inference_mode]
+SPECS = st.tuples(st.lists(st.sampled_from(LEAVES), min_size=1, max_size=4), st.sampled_from(NESTS))
+
+
+@settings(
+    max_examples=EXAMPLES,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(
+    specs=st.lists(SPECS, min_size=1, max_size=3),
+    order=st.lists(st.tuples(st.integers(0, 2), st.sampled_from([0, 0, 0, 1])), min_size=4, max_size=12),
+    warmup=st.integers(0, 2),
+    capacity=st.integers(1, 3),
+)
+def test_any_calls_in_any_order_equal_the_plain_function(backend, specs, order, warmup, capacity):
+    """Outputs, what was written to the arguments, the cache and the draws; and it runs no more often."""
+    plain, world = World(backend.device), World(backend.device)
+    g = graphed(backend, world.run, warmup=warmup, max_captures=capacity)
+    for step, (which, guard) in enumerate(order):
+        spec = specs[which % len(specs)]
+        with GUARDS[guard]():
+            args, kwargs = arguments(spec, step, backend.device)
+            torch.manual_seed(step)
+            expected = plain.run(*args, **kwargs)
+            wanted = tensors_of([args, kwargs])
+            args, kwargs = arguments(spec, step, backend.device)
+            torch.manual_seed(step)
+            found = g(*args, **kwargs)
+            own = tensors_of([args, kwargs])
+        assert_same(found, expected, f"in call {step}")
+        assert_same([*own, world.cache], [*wanted, plain.cache], f"after call {step}")
+        assert found["total"][0] is found["total"][1]
+        assert all(a is b for a, b in zip(found["given"], own, strict=True))
+        views = [t for t in own if t.dim()]
+        assert [v.data_ptr() for v in found["views"]] == [t[:2].data_ptr() for t in views]
+        assert list(found) == list(expected)
+    stats = g.stats()
+    assert world.runs == stats.warmups + stats.captures
+    assert stats.calls == len(order) == world.runs + stats.replays
+    assert sum(s.state == "captured" for s in stats.signatures) <= capacity
+
+
+# Calls
+
+
+def test_warm_up_capture_and_replay_are_the_calls(backend):
+    """Two calls warm up, the third captures, later ones replay; each returns the result."""
+    runs = []
+
+    def double(x):
+        runs.append(1)
+        return rescale(x) * 2
+
+    g = graphed(backend, double)
+    for i in range(6):
+        x = backend.tensor(3, seed=i)
+        assert torch.equal(g(x), rescale(x) * 2)
+    assert len(runs) == 3
+    assert state_of(g) == {"warmups": 2, "captures": 1, "replays": 3}
+
+
+def test_random_draws_go_on_as_eagers(backend):
+    """One seed for a whole sequence of calls: warm-up, capture and replays draw in turn."""
+
+    def noisy(x):
+        return x + torch.rand_like(x)
+
+    g = graphed(backend, noisy)
+    x = backend.tensor(5)
+    torch.manual_seed(3)
+    expected = [noisy(x) for _ in range(6)]
+    torch.manual_seed(3)
+    assert_same([g(x) for _ in range(6)], expected)
+
+
+@pytest.mark.parametrize("clone", [True, False])
+def test_outputs_are_clones_unless_told_not_to(backend, clone):
+    """Without clones an output lives until the next call, which overwrites it."""
+    g = graphed(backend, lambda x: (x + 1, x * 2), warmup=0, clone_outputs=clone)
+    g(backend.tensor(3))
+    one, two = torch.ones(3, device=backend.device), torch.full((3,), 2.0, device=backend.device)
+    first = g(one)
+    second = g(two)
+    assert second[0].tolist() == [3.0] * 3
+    assert first[0].tolist() == ([2.0] if clone else [3.0]) * 3
+    assert (first[0].data_ptr() == second[0].data_ptr()) is not clone
+
+
+def test_static_arguments_are_not_copied(backend):
+    """What was written into the static inputs is read from there, and written back to there alone."""
+
+    def advance(position, table):
+        position.add_(1)
+        return table[position]
+
+    g = graphed(backend, advance, warmup=0)
+    position = torch.zeros(1, dtype=torch.long, device=backend.device)
+    table = backend.tensor(8)
+    with pytest.raises(CaptureStateError, match="not captured for these arguments"):
+        g.static_arguments(position, table)
+    g(position, table)
+    (static, static_table), _ = g.static_arguments(position, table)
+    static_table.copy_(table)
+    static.fill_(4)
+    assert torch.equal(g(static, static_table), table[5:6])
+    assert (static.item(), position.item()) == (5, 1)
+
+
+VALUES = [
+    1,
+    True,
+    1.0,
+    -1,
+    0.0,
+    -0.0,
+    "a",
+    b"a",
+    None,
+    torch.float32,
+    (1,),
+    [1],
+    {"a": 1},
+    {"a": 2},
+    {"b": 1},
+    slice(1),
+]
+
+
+def test_values_of_all_types_tell_signatures_apart(backend):
+    """`1`, `True` and `1.0` are three, and each finds its own capture again."""
+    g = graphed(backend, lambda x, value: x + len(repr(value)), warmup=0)
+    x = backend.tensor(3)
+    for _ in range(2):
+        for value in VALUES:
+            assert torch.equal(g(x, copy.copy(value)), x + len(repr(value))), value
+    assert state_of(g) == {"captures": len(VALUES), "replays": len(VALUES)}
+
+
+def test_nan_is_one_value(backend):
+    """It differs from itself, and would be captured anew each time."""
+    g = graphed(backend, lambda x, value: x * value, warmup=0)
+    for _ in range(3):
+        assert g(backend.tensor(2), float("nan")).isnan().all()
+    assert state_of(g) == {"captures": 1, "replays": 2}
+
+
+def test_ambient_state_belongs_to_the_signature(backend):
+    """Grad mode, inference mode and autocast: one capture each, and what eager gives under it."""
+    weight = backend.tensor(4, 4)
+    g = graphed(backend, lambda x: (x @ weight, torch.tensor(torch.is_grad_enabled())), warmup=0)
+    kind = backend.device.type
+    for _ in range(2):
+        for guard in (
+            torch.no_grad,
+            torch.enable_grad,
+            torch.inference_mode,
+            lambda: torch.autocast(kind, dtype=torch.bfloat16),
+        ):
+            x = backend.tensor(4, 4, seed=1)
+            with guard():
+                found, expected = g(x), (x @ weight, torch.tensor(torch.is_grad_enabled()))
+            assert_same(found, expected)
+            assert found[0].dtype is expected[0].dtype
+            assert found[0].is_inference() is expected[0].is_inference()
+    assert state_of(g) == {"captures": 4, "replays": 4}
+
+
+def test_training_of_modules_belongs_to_the_signature(backend):
+    """Of a submodule too, and of a module that a closure reads."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)).to(backend.device)
+    g = graphed(backend, lambda x: model(x), warmup=0)
+    x = backend.tensor(64, 4)
+    with torch.no_grad():
+        for dropout in (True, False, True, False):
+            model[1].train(dropout)
+            assert bool((g(x) == 0).any()) is dropout
+    assert state_of(g) == {"captures": 2, "replays": 2}
+
+
+def test_the_users_key_belongs_to_the_signature(backend):
+    """What the function reads from a global is named in `key`."""
+    setting = {"scale": 2}
+    g = graphed(backend, lambda x: x * setting["scale"], warmup=0, key=lambda x: setting["scale"])
+    x = backend.tensor(3)
+    for scale in (2, 3, 2, 3):
+        setting["scale"] = scale
+        assert torch.equal(g(x), x * scale)
+    assert state_of(g) == {"captures": 2, "replays": 2}
+
+
+class Settings:
+    """A class of the user's, passed as an argument."""
+
+    def __init__(self, device):
+        self.scale = 2
+        self.bias = torch.ones(3, device=device)
+
+
+def test_objects_are_used_where_they_are_and_never_stale(backend):
+    """In-place changes of their tensors are seen, new attributes are a new signature."""
+    g = graphed(backend, lambda x, s: x * s.scale + s.bias, warmup=0)
+    s = Settings(backend.device)
+    x = backend.tensor(3)
+
+    def check():
+        assert torch.equal(g(x, s), x * s.scale + s.bias)
+
+    check()
+    s.bias.fill_(5)
+    check()
+    assert state_of(g) == {"captures": 1, "replays": 1}
+    s.scale = 3
+    check()
+    s.bias = torch.full((3,), 9.0, device=backend.device)
+    check()
+    s.scale, s.bias = 3, s.bias.clone()
+    check()
+    assert state_of(g) == {"captures": 4, "replays": 1}
+
+
+@pytest.mark.parametrize("warmup", [0, 1])
+@pytest.mark.parametrize("change", ["object", "list", "dict"])
+def test_what_python_does_to_arguments_is_refused(backend, warmup, change):
+    """A replay would not do it again; the place is named, and `on_error="eager"` serves it all the same."""
+
+    def fn(x, holder):
+        if change == "object":
+            holder.scale = 5
+        elif change == "list":
+            holder.append(x + 1)
+        else:
+            holder["new"] = x
+        return x * 2
+
+    def holder():
+        return {"object": Settings(backend.device), "list": [1], "dict": {"a": x}}[change]
+
+    x = backend.tensor(3)
+    with pytest.raises(CaptureFailedError, match=r"put something else at `(holder|args)"):
+        graphed(backend, fn, warmup=warmup)(x, holder())
+    eager = graphed(backend, fn, warmup=warmup, on_error="eager")
+    for _ in range(3):
+        mine = holder()
+        assert torch.equal(eager(x, mine), x * 2)
+        assert mine.scale == 5 if change == "object" else len(mine) == 2
+
+
+def test_an_argument_that_an_object_shares_is_refused(backend):
+    """One would be copied and the other used where it is."""
+    s = Settings(backend.device)
+    g = graphed(backend, lambda x, s: x.add_(s.bias), warmup=0)
+    with pytest.raises(CaptureFailedError, match="shares memory with a tensor in an object"):
+        g(s.bias[:2], s)
+    g(s.bias.clone(), s)
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (lambda: torch.eye(3).to_sparse(), "is a torch.sparse_coo"),
+        (lambda: bytearray(b"a"), "bytearray, which has no hash"),
+    ],
+)
+def test_arguments_without_a_signature_are_refused_by_name(backend, caplog, bad, message):
+    """Or run eagerly, said once."""
+    g = graphed(backend, lambda x, y: x + 1)
+    with pytest.raises(CaptureFailedError, match=message):
+        g(backend.tensor(2), bad())
+    g = graphed(backend, lambda x, y: x + 1, on_error="eager")
+    for _ in range(3):
+        assert torch.equal(g(backend.tensor(2), bad()), backend.tensor(2) + 1)
+    assert state_of(g) == {"eager": 3}
+    assert len([r for r in caplog.records if "runs eagerly" in r.message]) == 1
+
+
+def test_autograd_graphs_are_refused(backend):
+    """Of outputs and of arguments, with the ways out."""
+    model = nn.Linear(3, 3).to(backend.device)
+    g = graphed(backend, model)
+    with pytest.raises(CaptureFailedError, match=r"requires grad at `out`.*no_grad"):
+        g(backend.tensor(2, 3))
+    with pytest.raises(CaptureFailedError, match="requires grad"):
+        graphed(backend, lambda x: x.detach())(backend.tensor(2).requires_grad_())
+    with torch.no_grad():
+        for i in range(4):
+            x = backend.tensor(2, 3, seed=i)
+            assert torch.equal(g(x), model(x))
+
+
+def test_a_whole_training_step(backend):
+    """Forward, backward and optimizer in one function, ten steps: losses and weights equal eager's."""
+
+    def prepare():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).to(backend.device)
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(x, y):
+            optimizer.zero_grad(set_to_none=False)
+            loss = (model(x) - y).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        return model, step
+
+    data = [(backend.tensor(6, 4, seed=i), backend.tensor(6, 1, seed=i + 50)) for i in range(10)]
+    model, step = prepare()
+    expected = [step(*pair) for pair in data]
+    other, step = prepare()
+    g = graphed(backend, step)
+    assert_same([g(*pair) for pair in data], expected)
+    assert_same(list(other.parameters()), list(model.parameters()))
+    assert state_of(g) == {"warmups": 2, "captures": 1, "replays": 7}
+
+
+def test_values_that_an_eager_segment_returns_are_fresh(backend):
+    """A number in a container that a break fills is the replay's, not the capture's."""
+
+    @eager_break_during_capture
+    def measure(x):
+        return {"max": x.max().item(), "x": x * 1}
+
+    g = graphed(backend, lambda x: measure(x + 1), warmup=0)
+    for i in range(4):
+        x = backend.tensor(3, seed=i)
+        assert g(x)["max"] == (x + 1).max().item()
+
+
+# Failure and capacity
+
+
+def host_read(x):
+    """Not capturable, and not marked."""
+    return x * x.sum().item()
+
+
+def test_a_capture_that_fails_is_reported(backend):
+    """The error comes through each time, the calls before it had their results."""
+    g = graphed(backend, host_read, warmup=1)
+    x = backend.tensor(3)
+    assert torch.equal(g(x), host_read(x))
+    for failures in (1, 2):
+        with pytest.raises(RuntimeError) as caught:
+            g(x)
+        assert any("segcapture" in note for note in caught.value.__notes__)
+        assert state_of(g) == {"warmups": 1, "failures": failures}
+    good = graphed(backend, rescale)
+    for _ in range(4):
+        assert torch.equal(good(x), rescale(x))
+
+
+def test_a_capture_that_fails_runs_eagerly_from_then_on(backend, caplog):
+    """Visibly, and for its signature alone."""
+    g = graphed(backend, lambda x: host_read(x) if len(x) == 3 else x + 1, warmup=0, on_error="eager")
+    for i in range(3):
+        x = backend.tensor(3, seed=i)
+        assert torch.equal(g(x), host_read(x))
+    for i in range(2):
+        x = backend.tensor(4, seed=i)
+        assert torch.equal(g(x), x + 1)
+    assert state_of(g) == {"captures": 1, "replays": 1, "eager": 3, "failures": 1}
+    assert g.stats().signatures[0].state.startswith("eager: ")
+    assert "runs eagerly for #1" in caplog.text
+
+
+def test_an_error_of_the_function_is_no_failed_capture(backend):
+    """With `on_error="eager"` it comes through, and the next call is captured."""
+    bad = []
+
+    def fn(x):
+        if bad:
+            raise ValueError("bad request")
+        return x + 1
+
+    g = graphed(backend, fn, warmup=0, on_error="eager")
+    bad.append(1)
+    with pytest.raises(ValueError, match="bad request"):
+        g(backend.tensor(2))
+    bad.clear()
+    g(backend.tensor(2))
+    assert state_of(g) == {"captures": 1, "failures": 1}
+
+
+def test_the_least_recently_used_capture_goes_first(backend):
+    """And is captured again when it is called again."""
+    g = graphed(backend, lambda x: x + 1, warmup=0, max_captures=2)
+
+    def call(n):
+        x = backend.tensor(n, seed=n)
+        assert torch.equal(g(x), x + 1)
+
+    for n in (1, 2, 1, 3, 1):  # 3 evicts 2
+        call(n)
+    assert state_of(g) == {"captures": 3, "replays": 2, "evictions": 1}
+    call(2)
+    assert state_of(g) == {"captures": 4, "replays": 2, "evictions": 2}
+
+
+def test_signatures_that_are_never_captured_do_not_pile_up(backend):
+    """A new shape at each call."""
+    g = graphed(backend, lambda x: x + 1, max_captures=2)
+    for n in range(1, 40):
+        g(backend.tensor(n))
+    assert len(g.stats().signatures) == 8
+
+
+def test_clear_frees_everything(backend):
+    """And the function is captured again after it."""
+    g = graphed(backend, lambda x: x + 1, warmup=0)
+    g(backend.tensor(3))
+    assert g.stats().pool_bytes > 0
+    g.clear()
+    assert g.stats().signatures == ()
+    assert g.stats().pool_bytes == 0
+    g(backend.tensor(3))
+    assert state_of(g) == {"captures": 2}
+
+
+# Explained misses
+
+
+def test_a_miss_names_what_differs_from_the_nearest_capture(backend, caplog):
+    """In the debug log and in `stats()`."""
+    caplog.set_level(logging.DEBUG, "segcapture.callable")
+    g = graphed(backend, lambda x, mask, n=0: x * mask + n, warmup=0)
+    x, mask = backend.tensor(2, 3), backend.tensor(3)
+    g(x, mask)
+    g(x, mask, n=1)
+    g(backend.tensor(4, 3), mask, n=1)
+    with torch.inference_mode():
+        g(x, mask)
+    whys = [s.why for s in g.stats().signatures]
+    assert whys[0] == "the first signature"
+    assert whys[1] == "nearest to #1, which differs in n: present here"
+    assert whys[2] == "nearest to #2, which differs in x: shape [4, 3], not [2, 3]"
+    assert whys[3].startswith(
+        "nearest to #1, which differs in (ambient): grad False, not True; inference True"
+    )
+    assert all(why in caplog.text for why in whys)
+    assert "x float32 [4, 3]" in str(g.stats())
+
+
+def test_a_miss_for_shared_memory_is_explained_too(backend):
+    """The words of both calls are the same."""
+    g = graphed(backend, lambda x, y: x + y, warmup=0)
+    x = backend.tensor(3)
+    g(x, x.clone())
+    assert torch.equal(g(x, x), x + x)
+    assert "which tensors share memory" in g.stats().signatures[1].why
+
+
+# Weights
+
+
+def replace_object(model):
+    model.weight = nn.Parameter(model.weight.detach() * 2)
+
+
+def replace_data(model):
+    model.weight.data = model.weight.data * 2
+
+
+def ways_to(model):
+    """Functions that read a module."""
+    return {
+        "module": model,
+        "method": model.forward,
+        "closure": lambda x: model(x),
+        "argument": lambda x, m=None: m(x),
+    }
+
+
+@pytest.mark.parametrize("replace", [replace_object, replace_data])
+@pytest.mark.parametrize("through", ["module", "method", "closure", "argument"])
+@torch.no_grad()
+def test_replaced_weights_are_noticed(backend, replace, through):
+    """They raise, or are captured again; updates in place are served."""
+    for asked in ("raise", "recapture"):
+        model = nn.Linear(3, 3).to(backend.device)
+        fn = ways_to(model)[through]
+        options = {"m": model} if through == "argument" else {}
+        g = graphed(backend, fn, warmup=0, weights=asked)
+        x = backend.tensor(2, 3)
+        g(x, **options)
+        model.weight.mul_(3)
+        assert torch.equal(g(x, **options), model(x))
+        replace(model)
+        if asked == "raise":
+            with pytest.raises(CaptureFailedError, match="Linear.weight was replaced"):
+                g(x, **options)
+            g.clear()
+        for _ in range(2):
+            assert torch.equal(g(x, **options), model(x))
+        assert state_of(g) == {"captures": 2, "replays": 2}
+
+
+@torch.no_grad()
+def test_replaced_submodules_are_noticed(backend):
+    """As when an adapter is put in."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.ReLU()).to(backend.device)
+    g = graphed(backend, model, warmup=0, weights="recapture")
+    x = backend.tensor(2, 3)
+    g(x)
+    model[1] = nn.Sigmoid()
+    assert torch.equal(g(x), model(x))
+
+
+@torch.no_grad()
+def test_weights_that_nobody_looks_at(backend):
+    """`weights="ignore"` replays with the old ones: the price of not looking."""
+    model = nn.Linear(3, 3).to(backend.device)
+    g = graphed(backend, model, warmup=0, weights="ignore")
+    x = backend.tensor(2, 3)
+    old = g(x)
+    replace_object(model)
+    assert torch.equal(g(x), old)
+
+
+def test_invalidate_refuses_with_the_reason(backend):
+    """Until the captures are cleared, or the capture is reset."""
+    g = graphed(backend, lambda x: x + 1, warmup=0)
+    x = backend.tensor(3)
+    g(x)
+    g.invalidate("the weights are offloaded")
+    with pytest.raises(CaptureStateError, match=r"invalidated: the weights are offloaded\. Call clear"):
+        g(x)
+    g.clear()
+    assert torch.equal(g(x), x + 1)
+    with backend.capture() as capture:
+        x + 1
+    capture.invalidate("the pool sleeps")
+    for replay in (capture.replay, lambda: next(capture.steps())):
+        with pytest.raises(CaptureStateError, match=r"invalidated.*the pool sleeps.*reset"):
+            replay()
+    capture.reset()
+    with capture:
+        out = x + 1
+    x.add_(1)
+    capture.replay()
+    assert torch.equal(out, x + 1)
+
+
+def test_invalidating_what_has_not_captured_changes_nothing(backend):
+    """There is nothing to refuse."""
+    capture = backend.capture()
+    capture.invalidate("too early")
+    x = backend.tensor(2)
+    with capture:
+        capture.invalidate("while it captures")
+        out = x + 1
+    capture.replay()
+    assert torch.equal(out, x + 1)
+
+
+def test_storages_are_what_a_capture_owns(backend):
+    """Intermediates and bridges, not the weights and static inputs."""
+    x, weight = backend.tensor(64, 64), backend.tensor(64, 64)
+    with backend.capture() as capture:
+        middle = x @ weight
+        out = rescale(middle) + 1
+    owned = [(s.data_ptr(), s.data_ptr() + s.nbytes()) for s in capture.storages()]
+
+    def is_owned(tensor):
+        return any(low <= tensor.data_ptr() < high for low, high in owned)
+
+    assert is_owned(middle)
+    assert is_owned(out)
+    assert not is_owned(x)
+    assert not is_owned(weight)
+    capture.replay()
+    assert torch.equal(out, rescale(x @ weight) + 1)
+
+
+# Buckets
+
+
+def masked_mean(ids, mask, scale=1):
+    """Ids and mask are [batch, length]; returns [batch] and [batch, length]."""
+    hidden = rescale((ids * mask).float())
+    ids.add_(mask.long())
+    return hidden.sum(dim=1) / mask.sum(dim=1), {"hidden": hidden * scale}
+
+
+BUCKET = Bucket(sizes=(4, 16, 8), dims={"ids": 1, "mask": -1}, fill={"ids": 7}, out={"out[1]['hidden']": 1})
+
+
+def batch(backend, length, seed):
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, 9, (2, length), generator=generator).to(backend.device)
+    return ids, torch.ones(2, length, device=backend.device)
+
+
+def test_buckets_pad_and_cut(backend):
+    """Any length is served by the capture of the next size; longer padding of an earlier call is gone."""
+    g = graphed(backend, masked_mean, warmup=1, bucket=BUCKET)
+    lengths = [3, 8, 4, 1, 5, 8, 7, 16, 2, 6, 9, 13, 4, 1]
+    for seed, length in enumerate(lengths):
+        ids, mask = batch(backend, length, seed)
+        wanted = ids.clone()
+        expected = masked_mean(wanted, mask)
+        found = g(ids, mask=mask)
+        assert_same(found, expected, f"at length {length}")
+        assert torch.equal(ids, wanted)
+    assert state_of(g) == {"warmups": 3, "captures": 3, "replays": len(lengths) - 6}
+
+
+def test_above_the_largest_bucket_it_runs_eagerly_and_says_so_once(backend):
+    """With the arguments as they are."""
+    g = graphed(backend, masked_mean, bucket=BUCKET)
+    ids, mask = batch(backend, 17, 0)
+    with pytest.warns(UserWarning, match="17 is above the largest bucket, 16"):
+        assert_same(g(ids.clone(), mask), masked_mean(ids.clone(), mask))
+    for _ in range(2):
+        assert_same(g(ids.clone(), mask), masked_mean(ids.clone(), mask))
+    assert state_of(g) == {"eager": 3}
+
+
+def test_one_dimension_of_all_outputs(backend):
+    """`out` as a number; an output that has not the padded size there is an error."""
+    bucket = Bucket(sizes=[8], dims={"x": 0}, out=0)
+    g = graphed(backend, lambda x: (x + 1, x * 2), bucket=bucket, warmup=0)
+    for n in (3, 5, 8):
+        x = backend.tensor(n, 2, seed=n)
+        assert_same(g(x), (x + 1, x * 2))
+    g = graphed(backend, lambda x: x.sum(), bucket=bucket, warmup=0)
+    with pytest.raises(CaptureFailedError, match=r"cuts dimension 0 of `out` back, but that is \[\]"):
+        g(backend.tensor(3, 2))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Bucket(sizes=[], dims={"x": 0}), "one or more sizes"),
+        (lambda: Bucket(sizes=[0, 3], dims={"x": 0}), "sizes from 1"),
+        (lambda: Bucket(sizes=[3], dims={}), "at least one argument"),
+        (lambda: GraphedCallable(lambda x: x, bucket=Bucket(sizes=[3], dims={"y": 0})), "names 'y'.*are x"),
+    ],
+)
+def test_a_bucket_that_cannot_work_says_why(make, message):
+    """When it is made, not at a call."""
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_lengths_must_agree(backend):
+    """And at least one of the named arguments must be there."""
+    g = graphed(backend, lambda x=None, y=None: x, bucket=Bucket(sizes=[8], dims={"x": 0, "y": 0}))
+    with pytest.raises(ValueError, match="x has 3, y has 4"):
+        g(backend.tensor(3), backend.tensor(4))
+    with pytest.raises(ValueError, match="none was given"):
+        g()
+
+
+def test_a_padded_argument_that_is_shared_and_written_to_is_refused(backend):
+    """Its padded copy is another one's no more."""
+    bucket = Bucket(sizes=[8], dims={"x": 0}, out=0)
+    g = graphed(backend, lambda x, y: x.add_(y.sum()), bucket=bucket, warmup=0)
+    x = backend.tensor(3)
+    with pytest.raises(CaptureFailedError, match="padded to a bucket and shares memory"):
+        g(x, x)
+    assert torch.equal(g(x.clone(), x), x + x.sum())
+
+
+def test_precapture_goes_from_the_largest_to_the_smallest(backend):
+    """After it every call replays, and the pool of the small ones is the large one's."""
+    seen = []
+
+    def fn(x):
+        seen.append(len(x))
+        return x.sin().cos()
+
+    g = graphed(backend, fn, warmup=1, bucket=Bucket(sizes=(2, 4, 8), dims={"x": 0}, out=0))
+    g.precapture(inputs=lambda n: (backend.tensor(n),))
+    assert seen == [8, 8, 4, 4, 2, 2]
+    for n in range(1, 9):
+        x = backend.tensor(n, seed=n)
+        assert torch.equal(g(x), x.sin().cos())
+    assert state_of(g) == {"warmups": 3, "captures": 3, "replays": 8}
+    with pytest.raises(ValueError, match="no bucket"):
+        graphed(backend, fn).precapture(inputs=lambda n: (n,))
+    plain = graphed(backend, fn, warmup=0)
+    plain.precapture([1, 3], inputs=lambda n: {"x": backend.tensor(n)})
+    assert seen[-2:] == [3, 1]
+
+
+# Where it is used
+
+
+class Engine:
+    """A class whose method is served."""
+
+    def __init__(self, device):
+        self.weight = torch.full((3,), 2.0, device=device)
+
+    @GraphedCallable(warmup=0)
+    def run(self, x):
+        """Twice, or so."""
+        return x * self.weight
+
+
+class Net(nn.Module):
+    """A module whose forward is served."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    @GraphedCallable(warmup=0)
+    def forward(self, x):
+        return self.linear(x).relu()
+
+
+@pytest.mark.filterwarnings("ignore:segcapture found no GPU")
+def test_decorated_methods_have_captures_of_their_instance(backend):
+    """Which live no longer than the instance, and are not copied with it."""
+    one, two = Engine(backend.device), Engine(backend.device)
+    two.weight.fill_(5)
+    x = backend.tensor(3)
+    for _ in range(2):
+        assert torch.equal(one.run(x), x * 2)
+        assert torch.equal(two.run(x), x * 5)
+    assert one.run is one.run
+    assert one.run.stats().replays == two.run.stats().replays == 1
+    assert one.run.__doc__ == "Twice, or so."
+    for other in (copy.copy(one), copy.deepcopy(one), pickle.loads(pickle.dumps(one))):
+        other.weight = torch.full((3,), 7.0, device=backend.device)
+        assert torch.equal(other.run(x), x * 7)
+        assert other.run.stats().calls == 1
+    assert torch.equal(one.run(x), x * 2)
+
+
+@pytest.mark.filterwarnings("ignore:segcapture found no GPU")
+@torch.no_grad()
+def test_a_decorated_forward(backend):
+    """Called through the module."""
+    net = Net().to(backend.device)
+    for i in range(3):
+        x = backend.tensor(2, 3, seed=i)
+        assert torch.equal(net(x), net.linear(x).relu())
+    assert net.forward.stats().replays == 2
+    copied = copy.deepcopy(net)
+    copied.linear.weight.zero_()
+    x = backend.tensor(2, 3)
+    assert torch.equal(copied(x), copied.linear(x).relu())
+    assert torch.equal(net(x), net.linear(x).relu())
+
+
+def test_a_class_with_slots_says_what_to_do():
+    """It has nowhere to hold captures."""
+
+    class Slotted:
+        __slots__ = ()
+
+        @GraphedCallable
+        def run(self):
+            return 1
+
+    with pytest.raises(TypeError, match=r"__slots__.*GraphedCallable\(instance.method\)"):
+        Slotted().run()
+
+
+def test_inside_of_another_capture_it_is_a_plain_call(backend):
+    """In a graph segment; in an eager one at replay it replays by itself."""
+    g = graphed(backend, lambda x: rescale(x) + 1, warmup=0)
+
+    @eager_break_during_capture
+    def served(x):
+        return g(x)
+
+    x = backend.tensor(3)
+    with backend.capture() as outer:
+        out = served(g(x))
+    assert outer.num_eager_breaks == 2
+    for i in range(3):
+        x.copy_(backend.tensor(3, seed=i))
+        outer.replay()
+        first = rescale(x) + 1
+        assert torch.equal(out, rescale(first) + 1)
+    assert state_of(g) == {"captures": 1, "replays": 2}
+
+
+def test_several_threads_get_their_own_results(backend):
+    """The static inputs and outputs are used by one thread at a time."""
+    g = graphed(backend, lambda x: rescale(x).sin(), warmup=1)
+    barrier = threading.Barrier(4)
+    wrong = []
+
+    def work(n):
+        barrier.wait()
+        for i in range(20):
+            x = backend.tensor(5, seed=n * 100 + i)
+            if not torch.equal(g(x), rescale(x).sin()):
+                wrong.append((n, i))
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert state_of(g) == {"warmups": 1, "captures": 1, "replays": 78}
+
+
+@pytest.mark.parametrize(
+    ("make", "error"),
+    [
+        (lambda: GraphedCallable(3), TypeError),
+        (lambda: GraphedCallable(lambda x: (yield x)), TypeError),
+        (lambda: GraphedCallable(abs, warmup=-1), ValueError),
+        (lambda: GraphedCallable(abs, max_captures=0), ValueError),
+        (lambda: GraphedCallable(abs, on_error="ignore"), ValueError),
+        (lambda: GraphedCallable(abs, weights="copy"), ValueError),
+        (lambda: GraphedCallable(abs, unknown=1), TypeError),
+    ],
+)
+def test_bad_options_are_refused_at_once(make, error):
+    """Not at the first call."""
+    with pytest.raises(error):
+        make()
+
+
+def test_modes_are_passed_on(emulated):
+    """`mode="full"` captures breaks too, which the host read in this one does not survive."""
+    g = GraphedCallable(lambda x: rescale(x), device="cpu", mode="full", warmup=0)
+    with pytest.raises(RuntimeError, match="reads a value on the host"):
+        g(emulated.tensor(3))
+    g = GraphedCallable(lambda x: rescale(x), device="cpu", breaks=[], warmup=0, on_error="eager")
+    g(emulated.tensor(3))
+    assert state_of(g) == {"eager": 1, "failures": 1}
+
+
+# CUDA alone
+
+
+@pytest.mark.cuda
+def test_warm_up_runs_on_the_capture_stream(cuda):
+    """So that libraries set up there what the capture uses; results are ordered with the caller's stream."""
+    streams = []
+
+    def fn(x):
+        streams.append(torch.cuda.current_stream().cuda_stream)
+        return x + 1
+
+    g = GraphedCallable(fn, device=cuda.device)
+    for i in range(5):
+        x = torch.full((1 << 20,), float(i), device=cuda.device)
+        torch.cuda._sleep(10_000_000)
+        x.add_(1)
+        assert torch.equal(g(x), x + 1)
+    assert len(streams) == 3
+    assert len(set(streams)) == 1
+    assert streams[0] != torch.cuda.current_stream().cuda_stream
+
+
+@pytest.mark.cuda
+def test_calls_from_several_streams_are_ordered(cuda):
+    """The static inputs are not overwritten while a replay on another stream reads them."""
+
+    def slow(x):
+        torch.cuda._sleep(2_000_000)
+        return x * 2
+
+    g = GraphedCallable(slow, device=cuda.device)
+    sides = [torch.cuda.Stream() for _ in range(3)]
+    outs = []
+    for i in range(30):
+        with torch.cuda.stream(sides[i % 3]):
+            outs.append(g(torch.full((1 << 16,), float(i), device=cuda.device)))
+    torch.cuda.synchronize()
+    assert [out[0].item() for out in outs] == [2.0 * i for i in range(30)]
+
+
+@pytest.mark.cuda
+def test_host_tensors_as_arguments(cuda):
+    """A scalar is a value of the signature, a longer one is copied where the graph reads it."""
+    g = GraphedCallable(lambda x, s: x * s, device=cuda.device, warmup=0)
+    x = cuda.tensor(3)
+    for value in (2.0, 3.0, 2.0):
+        assert torch.equal(g(x, torch.tensor(value)), x * value)
+    assert state_of(g) == {"captures": 2, "replays": 1}
+
+    @eager_break_during_capture
+    def take(x, lengths):
+        return x[: int(lengths.sum())].sum()
+
+    g = GraphedCallable(lambda x, lengths: take(x, lengths) + 1, device=cuda.device, warmup=0)
+    x = cuda.tensor(100)
+    for i in range(1, 6):
+        lengths = torch.tensor([i, 2 * i])
+        assert torch.equal(g(x, lengths), x[: 3 * i].sum() + 1)
+    assert state_of(g) == {"captures": 1, "replays": 4}
+
+
+@pytest.mark.cuda
+def test_buckets_share_the_pool(cuda):
+    """Captured from the largest, the smaller ones need hardly any memory of their own."""
+
+    def deep(x):
+        for _ in range(8):
+            x = (x @ x.T @ x).tanh()
+        return x.sum(dim=1)
+
+    sizes = (256, 512, 1024, 2048)
+    bucket = Bucket(sizes=sizes, dims={"x": 0}, out=0)
+
+    def pool_bytes(chosen):
+        g = GraphedCallable(deep, device=cuda.device, warmup=1, bucket=bucket)
+        g.precapture(chosen, inputs=lambda n: (torch.zeros(n, 512, device=cuda.device),))
+        return g.stats().pool_bytes
+
+    assert pool_bytes(sizes) <= 1.1 * pool_bytes(sizes[-1:])
+
+
+@pytest.mark.cuda
+def test_evicted_captures_free_their_memory(cuda):
+    """Shapes that come and go leave nothing behind."""
+    g = GraphedCallable(lambda x: x.sin() + 1, device=cuda.device, warmup=0, max_captures=2)
+    for n in range(1, 4):
+        g(torch.zeros(n << 18, device=cuda.device))
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    for i in range(30):
+        g(torch.zeros((1 + i % 3) << 18, device=cuda.device))
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() <= before + (8 << 20)
+
+
+@pytest.mark.cuda
+def test_the_device_is_found_where_it_is_not_named(cuda):
+    """From the tensors, from the module; tensors on the host alone mean the host."""
+    assert "on cuda" in str(_capture_of(GraphedCallable(lambda x: x + 1, warmup=0), cuda.tensor(2)))
+    assert "on cpu" in str(_capture_of(GraphedCallable(lambda x: x + 1, warmup=0), torch.ones(2)))
+
+
+def _capture_of(g, *args) -> BreakableCUDAGraphCapture:
+    g(*args)
+    (entry,) = g._entries.values()
+    return entry.capture
