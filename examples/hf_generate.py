@@ -121,7 +121,7 @@ def main() -> int:
     with torch.device(DEVICE):
         model = LlamaForCausalLM(config).to(DTYPE).eval()
         prompt = torch.randint(a.vocab, (a.batch, a.prompt))
-    print(f"{model.num_parameters() / 1e9:.2f} billion parameters, {DTYPE}, on {DEVICE}")
+    print(f"{model.num_parameters():,} parameters, {DTYPE}, on {DEVICE}")
 
     def graphed(**options: Any) -> Callable[..., Any]:
         return lambda fn: GraphedCallable(fn, device=DEVICE, **options)

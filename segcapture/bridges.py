@@ -1,7 +1,6 @@
 """Bridges: tensors at a fixed address in the pool that carry eager outputs to later segments."""
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -145,20 +144,27 @@ class Bridges:
         """Copy the values of checked leaves to the bridges."""
         if self._on_host:
             self._memory.wait_for_host_copies()
+        if torch.is_grad_enabled():  # entering no_grad costs as much as ten checks
+            with torch.no_grad():
+                self._copy(new, pointers)
+        else:
+            self._copy(new, pointers)
+
+    def _copy(self, new: Sequence[torch.Tensor], pointers: list[int]) -> None:
         targets: Sequence[torch.Tensor] = self.targets
-        with _no_grad():
-            if self._repeats:
-                for path, target, tensor in zip(self._paths, targets, new, strict=True):
-                    check_repeats(self.where, path, target, tensor)
-            if any(self._low <= pointer < self._high for pointer in pointers):
-                targets, new = self._apart(new, pointers)
-            if self._one_by_one:
-                for target, tensor in zip(targets, new, strict=True):
-                    copy_into(target, tensor)
-            elif len(targets) > 1:
-                torch._foreach_copy_(targets, new)  # type: ignore[arg-type]
-            elif targets:
-                targets[0].copy_(new[0])
+        if self._repeats:
+            for path, target, tensor in zip(self._paths, targets, new, strict=True):
+                check_repeats(self.where, path, target, tensor)
+        low, high = self._low, self._high
+        if [pointer for pointer in pointers if low <= pointer < high]:
+            targets, new = self._apart(new, pointers)
+        if self._one_by_one:
+            for target, tensor in zip(targets, new, strict=True):
+                copy_into(target, tensor)
+        elif len(targets) > 1:
+            torch._foreach_copy_(targets, new)  # type: ignore[arg-type]
+        elif targets:
+            targets[0].copy_(new[0])
 
     def _apart(
         self, new: Sequence[torch.Tensor], pointers: list[int]
@@ -179,11 +185,6 @@ def unbridgeable(tensor: torch.Tensor) -> str:
     if tensor.layout is not torch.strided:
         return f"{tensor.layout} tensor"
     return "nested tensor" if tensor.is_nested else "quantized tensor" if tensor.is_quantized else ""
-
-
-def _no_grad() -> AbstractContextManager[object]:
-    """`torch.no_grad()`, where it makes a difference: entering it costs as much as ten checks."""
-    return torch.no_grad() if torch.is_grad_enabled() else nullcontext()
 
 
 def _unsure(*tensors: object) -> bool:

@@ -10,17 +10,20 @@ import torch
 _OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _STANDARD = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
+_TRITON = os.sep + os.path.join("site-packages", "triton") + os.sep
 _INSTALLED = (_STANDARD + "site-packages" + os.sep, _STANDARD + "dist-packages" + os.sep)
 
 
 def _is_users(filename: str) -> bool:
     if filename.startswith(_STANDARD) and not filename.startswith(_INSTALLED):
         return False  # copy.deepcopy, contextlib
-    return not filename.startswith((_OURS, _TORCH, "<"))
+    if os.path.basename(filename) == "typing_extensions.py":
+        return False  # torch deprecates with it
+    return not filename.startswith((_OURS, _TORCH, "<")) and _TRITON not in filename
 
 
 def location() -> str:
-    """`file:line` of the innermost frame outside of segcapture, torch and the standard library."""
+    """`file:line` of the innermost frame outside of segcapture, torch, Triton and the standard library."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not _is_users(frame.f_code.co_filename):
         frame = frame.f_back

@@ -107,7 +107,6 @@ def test_each_fault_of_cuda_is_named(cuda, name):
     assert_captures(cuda)
 
 
-@pytest.mark.cuda
 @pytest.mark.multi_gpu
 def test_work_on_another_device_is_named(cuda):
     """The operator, where it ran, and what is captured."""

@@ -62,6 +62,11 @@ def test_llama_decodes_as_eager_does(backend, guard, attention, break_on, kinds)
     with guard():
         Decoder(model, backend.device, prompt).step()  # warm-up
         eager, replayed = (Decoder(model, backend.device, prompt) for _ in range(2))
+        if backend.name == "cuda" and attention == "eager":
+            # Its mask is made from a number on the host; the tape cannot tell that from a constant.
+            with pytest.raises(RuntimeError, match="pinned"), backend.capture(break_on=break_on):
+                replayed.step()
+            return
         with backend.capture(break_on=break_on) as g:
             out = replayed.step()
         assert "".join(segment.kind[0] for segment in g.segments) == kinds

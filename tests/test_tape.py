@@ -64,8 +64,6 @@ REFUSED = {
     "item": (lambda t: t.s.item(), "Tensor.item"),
     "item of a row": (lambda t: [v.item() for v in t.x[0]], "Tensor.item"),
     "tolist": (lambda t: t.x.tolist(), "Tensor.tolist"),
-    "numpy": (lambda t: t.x.numpy(), "Tensor.numpy"),
-    "asarray": (lambda t: numpy.asarray(t.x), "Tensor.__array__"),
     "cpu": (lambda t: t.x.cpu(), "Tensor.cpu"),
     "print": (lambda t: printed(t.x), "Tensor.__repr__"),
     "repr": (lambda t: repr(t.x), "Tensor.__repr__"),
@@ -134,6 +132,16 @@ def test_what_cuda_refuses(backend, guard, name):
         assert f"{__file__}:" in str(info.value)
         assert "@eager_break_during_capture" in str(info.value)
     backend.check(lambda x: x * 2 + 1, [backend.tensor(3)], "g")
+
+
+@pytest.mark.parametrize(
+    ("convert", "name"), [(lambda t: t.numpy(), "Tensor.numpy"), (numpy.asarray, "Tensor.__array__")]
+)
+def test_numpy_conversions_are_refused(emulated, guard, convert, name):
+    """On CUDA they never work, in a capture or outside of one."""
+    with pytest.raises(CaptureFailedError, match=rf"`{name}`.*test_tape.py:\d+: {CUDA_WORDS}"):
+        with guard(), emulated.capture():
+            convert(emulated.tensor(3))
 
 
 def test_a_refusal_names_the_line_of_the_call(emulated):
@@ -296,7 +304,7 @@ def several_outputs(x):
 
 def counts(x, index):
     return (
-        F.one_hot(index, 5), F.one_hot(index, num_classes=4) @ torch.ones(4, 1, device=x.device).long(),
+        F.one_hot(index, 5), F.one_hot(index, num_classes=4).float() @ torch.ones(4, 1, device=x.device),
         x.repeat_interleave(2, dim=0), torch.histc(x, min=-1, max=1), torch.nonzero_static(x, size=4),
         torch.searchsorted(x.sort().values, x), torch.bucketize(x, x[0].sort().values), x.count_nonzero(),
         torch.repeat_interleave(x[:3], index.argsort(), dim=0, output_size=3),

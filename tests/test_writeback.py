@@ -96,6 +96,8 @@ def check_output(backend, make, unpack, kinds="geg", **options):
     Types and strides of what the model receives are the same in a capture too.
     """
     made = eager_break_during_capture(make, name="made")
+    if backend.name == "cuda" and not any(leaf.numel() for leaf in unpack(make(backend.tensor(4)))):
+        kinds = kinds.rstrip("g")  # operators on no elements launch no kernel
     seen = []
 
     def model(x):

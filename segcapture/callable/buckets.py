@@ -64,8 +64,8 @@ class Bucket:
             if _root(path) not in names:
                 raise ValueError(f"dims names {path!r}, and the parameters are {', '.join(names)}")
 
-    def find(self, arguments: Sequence[tuple[str, Any]]) -> tuple[dict[int, "Padded"], int]:
-        """The tensors to pad, by their id, and the length that they have in common.
+    def find(self, arguments: Sequence[tuple[str, Any]]) -> tuple[dict[int, "Padded"], int, int]:
+        """The tensors to pad, by their id, in how many places they are, and their common length.
 
         Raises:
             ValueError: they differ in length, or the call has none of them.
@@ -86,7 +86,7 @@ class Bucket:
         if len(set(lengths.values())) != 1:
             what = ", ".join(f"{path} has {length}" for path, length in lengths.items())
             raise ValueError(f"the arguments named in dims must agree in length: {what or 'none was given'}")
-        return found, next(iter(lengths.values()))
+        return found, len(lengths), next(iter(lengths.values()))
 
     def out_dims(self, out: Any, size: int) -> dict[int, int]:
         """The dimension to cut of each output tensor, by its id.

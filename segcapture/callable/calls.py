@@ -9,8 +9,17 @@ import torch
 
 from segcapture.ambient import Ambient
 from segcapture.callable.buckets import Bucket, Padded
-from segcapture.callable.signature import Reading, Share, contents, described, named, shared_memory
+from segcapture.callable.signature import (
+    Reading,
+    Share,
+    contents,
+    described,
+    named,
+    shared_memory,
+    twins_among,
+)
 from segcapture.callable.weights import Weights, modules_in, modules_of, training_flags, with_children
+from segcapture.errors import CaptureFailedError
 
 
 @attrs.frozen(eq=False, kw_only=True)
@@ -22,6 +31,8 @@ class Call:
     key: Hashable
     tensors: list[torch.Tensor]
     shares: tuple[Share, ...]
+    twins: tuple[tuple[int, int], ...]
+    """Positions of padded tensors that are the same as an earlier one, and that one's position."""
     padded: Mapping[int, tuple[Padded, int]]
     device: torch.device
     ambient: Ambient
@@ -72,9 +83,9 @@ class Reader:
             ValueError: the arguments of a bucket differ in length.
         """
         padded: dict[int, tuple[Padded, int]] = {}
-        length = 0
+        places = length = 0
         if self._bucket is not None:
-            found, length = self._bucket.find(named(args, kwargs, self._names))
+            found, places, length = self._bucket.find(named(args, kwargs, self._names))
             size = self._bucket.size_for(length)
             if size is None:
                 raise TooLongError(f"{length} is above the largest bucket, {self._bucket.sizes[-1]}")
@@ -82,7 +93,13 @@ class Reader:
         reading = Reading(padded)
         reading.read(args, kwargs)
         tensors = reading.tensors
+        if len(reading.padded) != places:
+            raise CaptureFailedError(
+                "A tensor that the bucket pads is an argument in another place too, which is not named in "
+                "dims. Name it there, or pass a view of it, `x[:]`."
+            )
         shares = shared_memory(tensors, reading.padded) if len(tensors) > 1 else ()
+        twins = twins_among(tensors, reading.padded) if len(reading.padded) > 1 else ()
         if self._roots is None:
             self.look_for_modules()
         device = self._device_of(tensors)
@@ -97,11 +114,12 @@ class Reader:
         return Call(
             args=args,
             kwargs=kwargs,
-            key=(tuple(reading.key), shares, ambient, training, extra),
+            key=(tuple(reading.key), shares, twins, ambient, training, extra),
             training=training,
             extra=extra,
             tensors=tensors,
             shares=shares,
+            twins=twins,
             padded=reading.padded,
             device=device,
             ambient=ambient,
@@ -137,6 +155,15 @@ class Reader:
             for weight in module.parameters():
                 return weight.device
         return torch.device("cpu")
+
+
+def check_function(fn: Any) -> None:
+    """Raise TypeError if `fn` is not callable, or does its work after the call."""
+    if not callable(fn):
+        raise TypeError(f"GraphedCallable takes a function, got {fn!r}")
+    for body in (fn, type(fn).__call__):
+        if inspect.iscoroutinefunction(body) or inspect.isgeneratorfunction(body):
+            raise TypeError(f"{fn!r} is a coroutine or generator function: its body runs after the call.")
 
 
 def _parameter_names(fn: Callable[..., Any]) -> list[str]:

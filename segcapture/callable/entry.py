@@ -68,7 +68,7 @@ class Entry:
         return out, problem
 
     def _run_padded(self, fn: Callable[..., Any], call: Call) -> Any:
-        inputs = StaticInputs(call.tensors, call.shares, call.padded)
+        inputs = StaticInputs(call.tensors, call.shares, call.twins, call.padded)
         args, kwargs = _with(inputs, call)
         out = fn(*args, **kwargs)
         inputs.find_mutated(call.tensors)
@@ -87,7 +87,7 @@ class Entry:
         capture = self.capture
         capture.reset()
         with capture.turn():
-            inputs = StaticInputs(call.tensors, call.shares, call.padded)
+            inputs = StaticInputs(call.tensors, call.shares, call.twins, call.padded)
             args, kwargs = _with(inputs, call)
             before = contents([("args", args), *kwargs.items()])
             try:

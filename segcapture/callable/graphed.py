@@ -1,11 +1,8 @@
 """`GraphedCallable`: a function that is captured once for each signature it is called with."""
 
 import functools
-import inspect
-import logging
 import threading
 import warnings
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any
 
@@ -13,17 +10,13 @@ import torch
 
 from segcapture.callable.binding import bound_to
 from segcapture.callable.buckets import Bucket, with_progress
-from segcapture.callable.calls import Call, Reader, TooLongError
+from segcapture.callable.calls import Call, Reader, TooLongError, check_function
+from segcapture.callable.captures import Captures, logger
 from segcapture.callable.entry import Entry
-from segcapture.callable.signature import explain
 from segcapture.callable.statistics import Counts, Stats
-from segcapture.capture import BreakableCUDAGraphCapture
 from segcapture.errors import CaptureFailedError, CaptureStateError
 from segcapture.state import state
 
-logger = logging.getLogger("segcapture.callable")
-
-_SIGNATURES_PER_CAPTURE = 4  # that are kept for each capture that may be
 _CAPTURE_OPTIONS = ("mode", "stream", "breaks", "break_on", "capture_error_mode", "generators", "barrier")
 
 
@@ -94,17 +87,17 @@ class GraphedCallable:
         barrier: Callable[[], object] | None = None,
     ) -> None:
         options = {option: value for option, value in locals().items() if option not in ("self", "fn")}
-        _check(fn, warmup, max_captures, on_error, weights)
+        check_function(fn)
+        _check(warmup, max_captures, on_error, weights)
         assert fn is not None
         self.fn = fn
         self.name = name or getattr(fn, "__qualname__", type(fn).__qualname__).rpartition("<locals>.")[2]
         self._options, self._bucket = options, bucket
-        self._device = None if device is None else torch.device(device)
-        self._reader = Reader(fn, bucket, key, modules, self._device)
-        self._pools: dict[torch.device, Any] = {}
-        self._entries: OrderedDict[Hashable, Entry] = OrderedDict()
+        where = None if device is None else torch.device(device)
+        self._reader = Reader(fn, bucket, key, modules, where)
+        passed_on = {option: options[option] for option in _CAPTURE_OPTIONS}
+        self._captures = Captures(self.name, passed_on, pool, where, bucket, max_captures)
         self._counts = Counts()
-        self._made = 0
         self._invalid = ""
         self._said: set[str] = set()
         self._lock = threading.RLock()
@@ -171,16 +164,13 @@ class GraphedCallable:
         return self._capture(entry, call)
 
     def _entry_for(self, call: Call) -> Entry:
-        entry = self._entries.get(call.key)
+        entry = self._captures.find(call.key)
         if entry is not None and entry.weights is not None:
             name = entry.weights.replaced()
             if name is not None:
                 self._on_replaced_weight(entry, call, name)
                 entry = None
-        if entry is None:
-            return self._add(call)
-        self._entries.move_to_end(call.key)
-        return entry
+        return self._add(call) if entry is None else entry
 
     def _on_replaced_weight(self, entry: Entry, call: Call, name: str) -> None:
         self._reader.look_for_modules()
@@ -190,15 +180,9 @@ class GraphedCallable:
                 f"place (`weight.copy_(new)`), call clear(), or pass weights='recapture'."
             )
         logger.info("%s: %s was replaced; %s is captured again", self.name, name, entry.name)
-        entry.release()
-        del self._entries[call.key]
+        self._captures.drop(call.key)
 
     def _add(self, call: Call) -> Entry:
-        """A signature that was not seen before, and why no other one fits."""
-        places = self._reader.describe(call)
-        others = [(entry.name, entry.places) for entry in self._entries.values()]
-        captured = [(entry.name, entry.places) for entry in self._entries.values() if entry.captured]
-        why = explain(places, captured or others)
         if call.grad and any(tensor.requires_grad for tensor in call.tensors):
             raise CaptureFailedError(
                 f"An argument of {self.name} requires grad, and a replay makes no autograd graph. Call it "
@@ -209,28 +193,14 @@ class GraphedCallable:
                 f"An argument of {self.name} shares memory with a tensor in an object among the arguments. "
                 f"Arguments are copied, and objects are used as they are: pass it in the object alone."
             )
-        self._made += 1
-        name = f"#{self._made}"
-        options = {option: self._options[option] for option in _CAPTURE_OPTIONS}
-        capture = BreakableCUDAGraphCapture(
-            **options,
-            pool=self._pools.get(call.device, self._options["pool"]),
-            # Without a GPU the capture itself says that it is emulated.
-            device=self._device or (call.device if torch.accelerator.is_available() else None),
-            name=f"{self.name} {name}",
-        )
-        entry = self._entries[call.key] = Entry(name, places, why, capture, self._bucket)
-        logger.debug("%s: signature %s, %s", self.name, name, why)
-        while len(self._entries) > _SIGNATURES_PER_CAPTURE * self._options["max_captures"]:
-            self._evict(next(iter(self._entries)))
-        return entry
+        return self._captures.add(call, self._reader.describe(call))
 
     # Warm-up and capture
 
     def _warm_up(self, entry: Entry, call: Call) -> Any:
         self._counts.warmups += 1
         out, problem = entry.warm_up(self.fn, call)
-        self._pools.setdefault(call.device, entry.capture.pool)
+        self._captures.ran(entry, call)
         if problem is not None:
             self._failed(entry, problem)
             if self._options["on_error"] == "raise":
@@ -249,13 +219,10 @@ class GraphedCallable:
             self._counts.eager += 1
             return out
         self._counts.captures += 1
-        self._pools.setdefault(call.device, entry.capture.pool)
         if self._options["weights"] != "ignore":
             entry.weights = self._reader.weights(call)
         logger.debug("%s: captured %s, %s", self.name, entry.name, entry.why)
-        captured = [key for key, other in self._entries.items() if other.captured]
-        for key in captured[: max(0, len(captured) - self._options["max_captures"])]:
-            self._evict(key)
+        self._captures.ran(entry, call)
         return out
 
     def _failed(self, entry: Entry, error: BaseException) -> None:
@@ -289,7 +256,8 @@ class GraphedCallable:
 
         Args:
             sizes: What `inputs` is called with. Left out: the sizes of the bucket.
-            inputs: Makes the arguments of a call: a tuple, or a dict of keyword arguments.
+            inputs: Makes the arguments of a call: a tuple, or a dict of keyword arguments. Tensors that are
+                different ones in a request must be different ones here: sharing is part of a signature.
 
         Raises:
             ValueError: no sizes and no bucket. All that a call raises comes through.
@@ -313,7 +281,8 @@ class GraphedCallable:
             CaptureStateError: this signature is not captured yet.
         """
         with self._lock:
-            entry = self._entries.get((call := self._reader.read(args, kwargs)).key)
+            call = self._reader.read(args, kwargs)
+            entry = self._captures.find(call.key)
             if entry is None or not entry.captured:
                 raise CaptureStateError(f"{self.name} is not captured for these arguments: call it first.")
             return entry.static_arguments(call)
@@ -322,44 +291,29 @@ class GraphedCallable:
         """Let calls refuse with this reason until `clear()`: weights are offloaded, the pool sleeps, say."""
         with self._lock:
             self._invalid = reason
-            for entry in self._entries.values():
+            for entry in self._captures:
                 entry.capture.invalidate(reason)
 
     def clear(self) -> None:
         """Drop all captures and signatures. The counts stay, the function can be captured again."""
         with self._lock:
-            for key in list(self._entries):
-                self._drop(key)
-            self._pools.clear()
+            self._captures.clear()
             self._invalid = ""
             self._reader.look_for_modules()
-
-    def _evict(self, key: Hashable) -> None:
-        self._counts.evictions += 1
-        logger.debug("%s: %s is dropped, the least recently used", self.name, self._entries[key].name)
-        self._drop(key)
-
-    def _drop(self, key: Hashable) -> None:
-        self._entries.pop(key).release()
 
     def stats(self) -> Stats:
         """What was done so far, and the signatures that are held; also as text by `print`."""
         with self._lock:
-            entries = list(self._entries.values())
-            pools = {s.data_ptr(): s.nbytes() for entry in entries for s in entry.capture.storages()}
+            counts = {name: getattr(self._counts, name) for name in Counts.names()}
             return Stats(
-                **{name: getattr(self._counts, name) for name in Counts.names()},
-                pool_bytes=sum(pools.values()),
-                signatures=tuple(entry.stats() for entry in entries),
+                **counts,
+                evictions=self._captures.evictions,
+                pool_bytes=self._captures.pool_bytes(),
+                signatures=tuple(entry.stats() for entry in self._captures),
             )
 
 
-def _check(fn: Any, warmup: int, max_captures: int, on_error: str, weights: str) -> None:
-    if not callable(fn):
-        raise TypeError(f"GraphedCallable takes a function, got {fn!r}")
-    for body in (fn, type(fn).__call__):
-        if inspect.iscoroutinefunction(body) or inspect.isgeneratorfunction(body):
-            raise TypeError(f"{fn!r} is a coroutine or generator function: its body runs after the call.")
+def _check(warmup: int, max_captures: int, on_error: str, weights: str) -> None:
     if warmup < 0 or max_captures < 1:
         raise ValueError(f"warmup is from 0 and max_captures from 1, got {warmup} and {max_captures}")
     if on_error not in ("raise", "eager"):

@@ -27,14 +27,18 @@ class StaticInputs:
         self,
         tensors: Sequence[torch.Tensor],
         shares: Sequence[Share],
+        twins: Sequence[tuple[int, int]],
         padded: Mapping[int, tuple[Padded, int]],
     ) -> None:
         self._padded = padded
+        self._twins = dict(twins)
         placed = dict(_placed(tensors, shares))
         with torch.inference_mode(False), torch.no_grad():
             self.tensors = [
                 placed[i] if i in placed else _like(tensor, padded.get(i)) for i, tensor in enumerate(tensors)
             ]
+        for position, first in twins:
+            self.tensors[position] = self.tensors[first]
         self._pointers = [tensor.data_ptr() for tensor in self.tensors]
         self._firsts = self._first_of_each()
         self._on_host = any(t.device.type == "cpu" for t in self.tensors)
@@ -104,7 +108,9 @@ class StaticInputs:
             if static._version != self._versions[i] or not _same_bits(static, original):
                 self.mutated.append(i)
         for i in set(self.mutated) & set(self._padded):
-            if sum(_overlap(tensor, tensors[i]) for tensor in tensors) > 1:
+            first = self._twins.get(i, i)
+            others = (t for k, t in enumerate(tensors) if self._twins.get(k, k) != first)
+            if any(_overlap(other, tensors[i]) for other in others):
                 raise CaptureFailedError(
                     "The function writes to an argument that is padded to a bucket and shares memory with "
                     "another argument. Pass a copy of one of them."

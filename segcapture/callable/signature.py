@@ -177,6 +177,18 @@ def shared_memory(tensors: Sequence[torch.Tensor], padded: Mapping[int, Any]) ->
     return tuple(sorted(found))
 
 
+def twins_among(tensors: Sequence[torch.Tensor], padded: Mapping[int, Any]) -> tuple[tuple[int, int], ...]:
+    """Padded tensors that show the same memory in the same way as an earlier one: position and its."""
+    seen: dict[Hashable, int] = {}
+    found = []
+    for i, how in padded.items():
+        t = tensors[i]
+        first = seen.setdefault((t.data_ptr(), t.shape, t.stride(), t.dtype, how), i)
+        if first != i and t.numel():
+            found.append((i, first))
+    return tuple(found)
+
+
 def _overlapping(ranges: list[tuple[int, int, int]]) -> list[list[tuple[int, int]]]:
     """Groups of two or more among sorted (first byte, one past the last, position)."""
     groups: list[list[tuple[int, int]]] = []

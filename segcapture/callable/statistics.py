@@ -38,7 +38,7 @@ class Stats:
     signatures: tuple[SignatureStats, ...]
 
     def __str__(self) -> str:
-        head = ", ".join(f"{getattr(self, name)} {name}" for name in Counts.names())
+        head = ", ".join(f"{getattr(self, name)} {name}" for name in (*Counts.names(), "evictions"))
         lines = [
             f"  {s.name} {s.state}, {s.calls} calls, {s.nbytes} B: {s.arguments}\n      {s.why}"
             for s in self.signatures
@@ -56,7 +56,6 @@ class Counts:
     replays: int = 0
     eager: int = 0
     failures: int = 0
-    evictions: int = 0
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
