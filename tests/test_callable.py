@@ -268,6 +268,55 @@ def test_static_arguments_are_not_copied(backend):
     assert (static.item(), position.item()) == (5, 1)
 
 
+def test_only_what_is_elsewhere_is_copied(backend):
+    """The version of a static input counts the writes to it."""
+    g = graphed(backend, lambda x, y: x + y, warmup=0)
+    x, y = backend.tensor(3), backend.tensor(3, seed=1)
+    g(x, y)
+    (static_x, static_y), _ = g.static_arguments(x, y)
+    before = static_x._version, static_y._version
+    g(static_x, y)
+    assert (static_x._version, static_y._version) == (before[0], before[1] + 1)
+
+
+@pytest.mark.parametrize("past_autograd", [False, True])
+def test_writes_that_hardly_show(backend, past_autograd):
+    """Of the values that were there, and through `.data`, which no version counts."""
+
+    def scale(x, factor):
+        (x.data if past_autograd else x).mul_(factor)
+
+    g = graphed(backend, scale, warmup=0)
+    for factor in (2.0 if past_autograd else 1.0, 2.0, 3.0):
+        x = backend.tensor(3)
+        g(x, torch.full((), factor, device=backend.device))
+        assert torch.equal(x, backend.tensor(3) * factor)
+
+
+@pytest.mark.parametrize("view", [torch.conj, lambda z: z.conj().imag, lambda z: z])
+def test_conjugates_that_share_memory(backend, view):
+    """As views of the same bytes, and by themselves."""
+
+    def fn(z, other=0):
+        return z * 2 + other, torch.as_tensor(other).clone()
+
+    g = graphed(backend, fn, warmup=0)
+    for seed in range(3):
+        z = torch.complex(backend.tensor(3, seed=seed), backend.tensor(3, seed=seed + 9))
+        for args in ((z, view(z)), (view(z),), (view(z), z)):
+            assert_same(g(*args)[0], fn(*args)[0])
+            assert_same(g(*args)[0], fn(*args)[0])
+
+
+def test_an_argument_that_requires_grad_finds_no_capture_of_one_that_does_not(backend):
+    """It would get no gradient."""
+    g = graphed(backend, lambda x: x * 2, warmup=0)
+    x = backend.tensor(3)
+    g(x)
+    with pytest.raises(CaptureFailedError, match="requires grad"):
+        g(x.requires_grad_())
+
+
 VALUES = [
     1,
     True,

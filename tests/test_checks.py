@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import threading
 
 import pytest
 import torch
@@ -13,23 +14,37 @@ from segcapture import (
     eager_break_during_capture,
 )
 from segcapture.backends import emulated as emulated_backend
+from segcapture.backends import triton_launches
 
 FAULTS = {
     "escaped_tensor": (
         CaptureFailedError,
-        ["`aten::add` at ", "escaped_tensor.py:16 in graph segment 1 reads a tensor that eager segment 0"]
-        + ["(`Model.plan`) made (`aten::cumsum` at ", "escaped_tensor.py:11) and did not return"]
-        + ["Return it from the function"],
+        [
+            "`aten::add` at ",
+            "escaped_tensor.py:16 in graph segment 1 reads a tensor that eager segment 0",
+            "(`Model.plan`) made (`aten::cumsum` at ",
+            "escaped_tensor.py:11) and did not return",
+            "Return it from the function",
+        ],
     ),
     "escaped_argument": (
         CaptureFailedError,
-        ["Eager segment 2 (`Model.attend`, ", "escaped_argument.py:19) is given a tensor that eager"]
-        + ["segment 0 (`Model.plan`) made (`aten::cumsum` at ", "escaped_argument.py:11)"],
+        [
+            "Eager segment 2 (`Model.attend`, ",
+            "escaped_argument.py:19) is given a tensor that eager",
+            "segment 0 (`Model.plan`) made (`aten::cumsum` at ",
+            "escaped_argument.py:11)",
+        ],
     ),
     "rebound_weight": (
         CaptureStateError,
-        ["graph segment 0 (start, rebound_weight.py:9) cannot be replayed", "rebound_weight.py:10 reads"]
-        + ["a parameter (float32 [4, 4] on ", "was dropped or re-bound after the capture", "copy_"],
+        [
+            "graph segment 0 (start, rebound_weight.py:9) cannot be replayed",
+            "rebound_weight.py:10 reads",
+            "a parameter (float32 [4, 4] on ",
+            "was dropped or re-bound after the capture",
+            "copy_",
+        ],
     ),
     "moved_weight": (
         CaptureStateError,
@@ -45,8 +60,11 @@ FAULTS = {
     ),
     "frozen_object": (
         FrozenValueWarning,
-        ["eager segment 0 (attend, frozen_object.py:22) reads `meta` (a dict that holds tensors)"]
-        + ["only the capture refers to any more", "Live("],
+        [
+            "eager segment 0 (attend, frozen_object.py:22) reads `meta` (a dict that holds tensors)",
+            "only the capture refers to any more",
+            "Live(",
+        ],
     ),
 }
 CUDA_FAULTS = {
@@ -125,9 +143,45 @@ def test_a_triton_launch_in_debug_mode_is_refused(cuda):
     import attrs
 
     debug = attrs.evolve(cuda, emulated=True, mode="debug")
-    with pytest.raises(CaptureFailedError, match="Triton kernel.*double.*triton_launch.py:19.*custom_op"):
+    with pytest.raises(CaptureFailedError, match="Triton kernel.*double.*triton_launch.py:18.*custom_op"):
         program("triton_launch")(debug)
     assert_captures(debug)
+
+
+class Chain(list):
+    """Triton's chain of hooks."""
+
+    add = list.append
+
+    def __call__(self, metadata):
+        for hook in self:
+            hook(metadata)
+
+
+@pytest.mark.parametrize("chain", [Chain(), None, print], ids=["chain", "none", "function"])
+def test_the_hook_of_triton_is_taken_and_given_back(monkeypatch, chain):
+    """Without Triton: its hook as a chain, and as one function. Seen launches pass."""
+
+    class Runtime:
+        launch_enter_hook = chain
+
+    class Metadata:
+        def get(self):
+            return {"name": "some_kernel"}
+
+    runtime = Runtime()
+    monkeypatch.setattr(triton_launches, "_runtime", lambda: runtime)
+    unseen = [False]
+    with triton_launches.launches_refused(lambda: unseen[0]):
+        runtime.launch_enter_hook(Metadata())
+        unseen[0] = True
+        with pytest.raises(CaptureFailedError, match=r"`some_kernel` was launched at .*test_checks.py:\d+"):
+            runtime.launch_enter_hook(Metadata())
+        thread = threading.Thread(target=runtime.launch_enter_hook, args=[Metadata()])
+        thread.start()  # of another thread: none of ours, and an error in it would be one in the test
+        thread.join()
+    assert runtime.launch_enter_hook is chain
+    assert not chain or chain is print
 
 
 def test_work_that_is_not_recorded_is_named(emulated, monkeypatch):

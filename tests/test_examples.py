@@ -18,7 +18,37 @@ _RUNS = [
     pytest.param("decode_loop.py", _SMALL, ["the same tokens", "tokens/s"], id="decode_loop"),
     pytest.param("decode_loop.py", [*_SMALL, "--batch", "3"], ["the same tokens"], id="decode_loop-batch"),
 ]
+_RUNS.append(
+    pytest.param(
+        "debug_wrong_output.py",
+        [],
+        [
+            "first in graph segment 2 (Policy.clip",
+            "was dropped or re-bound",
+            "6. Mended:\nThe capture agrees",
+        ],
+        id="debug_wrong_output",
+    ),
+)
+_RUNS.append(
+    pytest.param("train_step.py", [], ["losses and weights equal to eager's"], id="train_step"),
+)
 if importlib.util.find_spec("transformers") is not None:
+    _LLAMA = {"layers": 2, "hidden": 64, "intermediate": 96, "heads": 4, "kv-heads": 2, "vocab": 100}
+    _RUNS += [
+        pytest.param(
+            "hf_generate.py",
+            [f"--{name}={size}" for name, size in (_LLAMA | {"batch": 2, "prompt": 5, "tokens": 12}).items()],
+            ["breaks at attention", ", the same tokens", "1 captures, 19 replays"],
+            id="hf_generate",
+        ),
+        pytest.param(
+            "embed_server.py",
+            ["--random-weights", "--requests", "12", "--buckets", "16", "64"],
+            ["4 warmups, 2 captures, 12 replays"],
+            id="embed_server",
+        ),
+    ]
     _RUNS.append(
         pytest.param("embed_text.py", ["--random-weights"], ["6 eager segments"], id="embed_text-random")
     )

@@ -135,7 +135,7 @@ def test_a_fault_leaves_the_process_well(cuda, fault, kind, words, part, where):
         for where in ("first", "middle", "last")
         if not (fault is do_item and part == "eager") and not (part == "eager" and where == "middle")
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", value),
 )
 def test_a_fault_on_the_tape(emulated, fault, kind, part, where):
     """The same on the emulated backend."""

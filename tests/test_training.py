@@ -113,3 +113,59 @@ def test_ten_steps_equal_eagers(backend, between):
     for p, weight, grad in zip(model.parameters(), weights, grads, strict=True):
         assert torch.equal(p.detach(), weight)
         assert torch.equal(p.grad, grad)
+
+
+def test_mixed_precision_with_a_gradient_scaler(backend):
+    """Ten steps, two of which overflow and are skipped: losses, scales and weights equal eager's."""
+    kind = backend.device.type
+    dtype = torch.bfloat16 if kind == "cpu" else torch.float16
+    data = [(backend.tensor(4, 8, seed=i), backend.tensor(4, 1, seed=i + 50)) for i in range(10)]
+    for skipped in (3, 7):
+        data[skipped][0][0, 0] = torch.inf
+
+    def prepare():
+        model = net(backend)
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        scaler = torch.amp.GradScaler(kind, init_scale=1024.0, growth_interval=2)
+
+        @eager_break_during_capture
+        def scaled_optimizer_step():
+            scaler.step(optimizer)  # asks on the host whether a gradient is infinite
+            scaler.update()
+
+        def step(x, y):
+            with torch.autocast(kind, dtype=dtype):
+                loss = (model(x) - y).float().square().mean()
+            optimizer.zero_grad(set_to_none=False)
+            scaler.scale(loss).backward()
+            scaled_optimizer_step()
+            return loss.detach()
+
+        return model, scaler, step
+
+    model, scaler, step = prepare()
+    expected = [(step(x, y), scaler.get_scale()) for x, y in data]
+    assert expected[3][1] < expected[2][1] > 1024.0  # it grew, and shrank at the first that overflowed
+    weights = [p.detach().clone() for p in model.parameters()]
+
+    model, scaler, step = prepare()
+    x, y = data[0][0].clone(), data[0][1].clone()
+    found = [(step(x, y), scaler.get_scale())]  # warm-up: the scale, momentum buffers
+    x.copy_(data[1][0])
+    y.copy_(data[1][1])
+    with backend.capture() as g:
+        loss = step(x, y)
+    assert g.num_eager_breaks == 1
+    found.append((loss.clone(), scaler.get_scale()))
+    for next_x, next_y in data[2:]:
+        x.copy_(next_x)
+        y.copy_(next_y)
+        g.replay()
+        found.append((loss.clone(), scaler.get_scale()))
+    for (a, scale), (b, expected_scale) in zip(found, expected, strict=True):
+        assert torch.equal(a, b) or (a.isnan() and b.isnan())
+        assert scale == expected_scale
+    for p, weight in zip(model.parameters(), weights, strict=True):
+        assert torch.equal(p.detach(), weight)

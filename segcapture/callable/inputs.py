@@ -148,8 +148,10 @@ def _copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     if not targets:
         return
     with torch.no_grad():
-        if len(targets) == 1:  # cheaper than a list of one
-            targets[0].copy_(sources[0])
+        # For one it is cheaper, and a list may have no lazy conjugates or negatives.
+        if len(targets) == 1 or any(t.is_conj() or t.is_neg() for t in targets):
+            for target, source in zip(targets, sources, strict=True):
+                target.copy_(source)
         else:
             torch._foreach_copy_(targets, sources)
 
@@ -178,9 +180,8 @@ def _like(tensor: torch.Tensor, padded: tuple[Padded, int] | None) -> torch.Tens
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if b.is_conj() or b.is_neg():
-        b = b.resolve_conj().resolve_neg()
     with torch.no_grad():
+        a, b = (t.resolve_conj().resolve_neg() if t.is_conj() or t.is_neg() else t for t in (a, b))
         if a.dtype is torch.complex128:
             a, b = torch.view_as_real(a), torch.view_as_real(b)
         kind = _BITS[a.element_size()]

@@ -15,6 +15,9 @@ _ADVICE = {
     "the capture. Copy new values into the captured tensor.",
     "value": "A plain Python value is frozen at capture. Pass it as `Live(...)`, as a tensor, or in an "
     "object that the function reads.",
+    "field": "An eager call keeps a mutable object by identity. If the code has replaced it since the "
+    "capture, change the captured object in place, or pass `Live(...)`; if the runs themselves change it, "
+    "put it back in before=.",
     "structure": "Which breaks a run passes is fixed at capture.",
     "final": "Its inputs still agreed: everything compared before it is equal. Look for a tensor that was "
     "re-bound since the capture and for a Python value that the code after the last break read.",
@@ -27,7 +30,7 @@ class Difference:
     """One value that is not the same in two runs."""
 
     kind: str
-    """`argument`, `output`, `value`, `rebound`, `structure`, `final` or `state`."""
+    """`argument`, `output`, `value`, `field`, `rebound`, `structure`, `final` or `state`."""
     where: str
     """The segment in words."""
     path: str

@@ -228,7 +228,8 @@ class _Comparison:
             if mismatch is None:
                 continue
             if not isinstance(leaf.value, torch.Tensor):
-                kind, where, segment = "value", str(reader or segment or where), reader or segment
+                kind = _kind_of_value(leaf.path, reader) or kind
+                where, segment = str(reader or segment or where), reader or segment
             elif leaf.storage in self._stable and leaf.pointer != other.pointer and reader is not None:
                 kind, where, segment = "rebound", str(reader), reader
             self._add(kind, where, f"`{leaf.path}`{of}", mismatch.text, segment, mismatch.largest)
@@ -251,8 +252,15 @@ class _Comparison:
         segment: Segment | None = None,
         largest: float | None = None,
     ) -> None:
-        agreed = kind not in ("value", "rebound", "structure")
+        agreed = kind not in ("value", "field", "rebound", "structure")
         self.differences.append(Difference(kind, where, path, detail, segment, largest, agreed))
+
+
+def _kind_of_value(path: str, reader: Segment | None) -> str:
+    """Of a Python value in an argument: frozen, or in an object that is kept by identity."""
+    if not isinstance(reader, EagerSegment):
+        return ""
+    return "value" if path in {name for name, _ in reader.call.frozen()} else "field"
 
 
 def _where(gap: list[GraphSegment], segment: EagerSegment) -> str:

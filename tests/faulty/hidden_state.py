@@ -4,22 +4,21 @@ import torch
 
 from segcapture import eager_break_during_capture
 
+SETTINGS = {"scale": 1.0}
 
-class Schedule:
-    scale = 1.0
 
-    @eager_break_during_capture
-    def apply(self, x):
-        return x * self.scale
+@eager_break_during_capture
+def scaled(x):
+    return x * SETTINGS["scale"]
 
 
 def run(backend):
-    schedule, x = Schedule(), backend.tensor(4)
+    x = backend.tensor(4)
+
+    def model(x):
+        return scaled(x + 1) - 1
+
     with torch.no_grad(), backend.capture() as g:
-        out = schedule.apply(x + 1) - 1
+        out = model(x)
     scales = iter((1.0, 1.0, 3.0))  # of two eager runs and of the replay
-
-    def before():
-        schedule.scale = next(scales)
-
-    return g.verify(lambda: schedule.apply(x + 1) - 1, outputs=out, before=before)
+    return g.verify(model, x, outputs=out, before=lambda: SETTINGS.update(scale=next(scales)))

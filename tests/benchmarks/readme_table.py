@@ -1,0 +1,49 @@
+"""The README's performance tables, made from the results: `python tests/benchmarks/readme_table.py`."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+SUBJECTS = ("replay_overhead", "writeback", "capture", "memory", "decode")
+
+
+def results() -> dict[str, dict[str, Any]]:
+    """What the newest runs wrote, by subject."""
+    paths = [RESULTS / f"{subject}.json" for subject in SUBJECTS]
+    return {path.stem: json.loads(path.read_text()) for path in paths if path.exists()}
+
+
+def targets() -> str:
+    """Each target with what was measured."""
+    lines = ["| what | at most | measured | |", "| --- | --- | --- | --- |"]
+    for found in results().values():
+        for target in found["targets"]:
+            value = target["value"]
+            measured = "not measured" if value is None else f"{value:.3g}"
+            verdict = "" if value is None else "met" if target["met"] else "missed"
+            lines.append(f"| {target['what']} | {target['at_most']:.3g} | {measured} | {verdict} |")
+    return "\n".join(lines)
+
+
+def decode() -> str:
+    """A decode step: tokens per second, host and GPU time."""
+    lines = ["| decoder | | tokens/s | host us | GPU us |", "| --- | --- | --- | --- | --- |"]
+    for row in results().get("decode", {"rows": []})["rows"]:
+        if "tokens_per_s" not in row:
+            continue
+        gpu = row.get("gpu_us")
+        bound = "at most " if row.get("gpu_is_upper_bound") else ""
+        lines.append(
+            f"| {row['case']} | {row['contender']} | {_median(row['tokens_per_s']):.0f} | "
+            f"{_median(row['host_us']):.0f} | {bound}{_median(gpu):.0f} |"
+        )
+    return "\n".join(lines)
+
+
+def _median(value: Any) -> float:
+    return float(value["median"] if isinstance(value, dict) else value)
+
+
+if __name__ == "__main__":
+    print(targets(), decode(), sep="\n\n")

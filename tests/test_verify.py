@@ -1,0 +1,374 @@
+"""`verify`: the first segment that differs from the eager function, and nothing left behind."""
+
+import importlib
+
+import pytest
+import torch
+
+from segcapture import (
+    BreakableCUDAGraphCapture,
+    CaptureStateError,
+    Live,
+    break_graph,
+    eager_break_during_capture,
+    is_capturing,
+)
+
+
+def program(name):
+    return importlib.import_module(f"tests.faulty.{name}").run
+
+
+class Model(torch.nn.Module):
+    """Two breaks, a cache that a break writes, a dropout that draws, a counter in a graph segment."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+        self.register_buffer("count", torch.zeros(()))
+        self.cache = torch.zeros(2, 4)
+
+    def _apply(self, fn, recurse=True):
+        self.cache = fn(self.cache)
+        return super()._apply(fn, recurse)
+
+    @eager_break_during_capture
+    def attend(self, h, cache, scale):
+        cache.add_(h)
+        return {"out": cache * scale / (1 + h.abs().max().item()), "heads": h.split(2, -1)}
+
+    @eager_break_during_capture
+    def route(self, h):
+        return h if h.sum().item() > 0 else h * 2
+
+    def forward(self, x):
+        self.count += 1
+        found = self.attend(self.first(x), self.cache, 0.5)
+        h = found["out"] + torch.cat(found["heads"], -1)
+        return self.second(self.route(torch.nn.functional.dropout(h, 0.5))) + self.count
+
+
+@pytest.fixture
+def captured(backend):
+    """A model, its static input, the capture and the output."""
+    model, x = Model().to(backend.device), backend.tensor(2, 4)
+    with torch.no_grad():
+        model(x)
+        with backend.capture() as g:
+            out = model(x)
+    return model, x, g, out
+
+
+def test_agreement(captured, backend):
+    """On several inputs the report is true and says what was compared."""
+    model, x, g, out = captured
+    for seed in range(3):
+        x.copy_(backend.tensor(2, 4, seed=seed))
+        report = g.verify(model, x, outputs=out)
+        assert report, str(report)
+        assert "5 segments" in str(report)
+        assert report.compared > 10
+        assert report.difference is None
+
+
+def test_nothing_is_left_behind(captured, backend):
+    """Tensors, random states and `grad` are as before."""
+    model, x, g, out = captured
+    g.replay()
+    tensors = [x, model.cache, model.count, *model.parameters()]
+    before = [t.clone() for t in tensors]
+    state = torch.get_rng_state()
+    assert g.verify(model, x, outputs=out)
+    assert all(torch.equal(a, b) for a, b in zip(tensors, before, strict=True))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not is_capturing()
+
+
+def test_state_is_restored_when_the_function_fails(captured):
+    """The exception arrives, and what ran until then is undone."""
+    model, x, g, _ = captured
+    before = model.cache.clone()
+
+    def failing(x):
+        model(x)
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        g.verify(failing, x)
+    assert torch.equal(model.cache, before)
+    assert g.verify(model, x)
+
+
+def test_without_outputs_it_says_so(captured):
+    """The breaks alone are compared then."""
+    model, x, g, _ = captured
+    assert "pass what the capture returned as outputs=" in str(g.verify(model, x))
+
+
+def test_a_function_without_arguments(captured):
+    """What it closes over is found, and restored."""
+    model, x, g, out = captured
+    assert g.verify(lambda: model(x), outputs=out)
+
+
+def test_a_stale_weight(backend):
+    """The graph segment between the breaks is named, the leaf, and that its inputs agreed."""
+    report = program("stale_weight")(backend)
+    found = report.difference
+    assert not report
+    assert found.kind == "argument"
+    assert found.segment.index == 2
+    assert found.segment.kind == "graph"
+    assert found.location.endswith("stale_weight.py:22")
+    assert found.inputs_agreed
+    assert found.largest > 0
+    text = str(report)
+    assert "first in graph segment 2 (Model.norm, stale_weight.py:22)" in text
+    assert "`x` of eager segment 3 (Model.gate, stale_weight.py:22): largest difference" in text
+    assert "Its inputs still agreed" in text
+
+
+def test_a_frozen_value(backend):
+    """The value of then and the value of now, by the parameter's name."""
+    report = program("frozen_value")(backend)
+    assert report.difference.kind == "value"
+    assert not report.difference.inputs_agreed
+    assert "`step` of eager segment 1 (Model.rotate, frozen_value.py:16): expected 3, found 0" in str(report)
+    assert "Live(" in str(report)
+
+
+def test_a_replaced_object(backend):
+    """A field of the old object, and of the new one."""
+    report = program("replaced_object")(backend)
+    assert report.difference.kind == "field"
+    assert not report.difference.inputs_agreed
+    assert "`meta.max_len` of eager segment 1" in str(report)
+    assert "expected 3, found 2" in str(report)
+    assert "in place" in str(report)
+
+
+def test_hidden_state(backend):
+    """A function that differs though its arguments agree."""
+    report = program("hidden_state")(backend)
+    assert report.difference.kind == "output"
+    assert report.difference.segment.kind == "eager"
+    assert report.difference.inputs_agreed
+    assert "depends on something besides its arguments" in str(report)
+
+
+def test_nondeterminism(backend):
+    """Reported as such, and not as a fault of the capture."""
+    report = program("nondeterministic")(backend)
+    assert not report
+    assert report.difference is None
+    assert report.nondeterminism.kind == "output"
+    assert "The eager function is not deterministic" in str(report)
+    assert "break `noise`, nondeterministic.py:" in str(report)
+
+
+def test_a_rebound_tensor(captured):
+    """An argument at another address is the segment's own fault, not that of the graph before it."""
+    model, x, g, out = captured
+    model.cache = model.cache + 1
+    found = g.verify(model, x, outputs=out).difference
+    assert found.kind == "rebound"
+    assert found.segment.name == "Model.attend"
+    assert "`cache`" in found.path
+    assert not found.inputs_agreed
+
+
+def test_breaks_that_come_in_another_order(backend):
+    """Python control flow is fixed at capture."""
+    flags = [True]
+
+    @eager_break_during_capture
+    def one(t):
+        return t + 1
+
+    @eager_break_during_capture
+    def two(t):
+        return t + 2
+
+    def f(x):
+        return one(x) if flags[0] else two(x)
+
+    x = backend.tensor(3)
+    with torch.no_grad(), backend.capture() as g:
+        out = f(x)
+    flags[0] = False
+    found = g.verify(f, x, outputs=out).difference
+    assert found.kind == "structure"
+    assert "came to break `two`" in found.detail
+    flags[0] = True
+    assert g.verify(f, x, outputs=out)
+    missing = g.verify(lambda x: x + 1, x, outputs=out).difference
+    assert "came to its end" in missing.detail
+    more = g.verify(lambda x: two(one(x)), x, outputs=out).difference
+    assert "the capture has no break there" in more.detail
+
+
+def test_the_last_graph_segment(backend):
+    """What comes after the last break shows in the final output."""
+
+    @eager_break_during_capture
+    def double(t):
+        return t * 2
+
+    weight = [backend.tensor(3, seed=1)]
+
+    def f(x):
+        return {"logits": double(x) * weight[0]}
+
+    x = backend.tensor(3)
+    with torch.no_grad(), backend.capture() as g:
+        out = f(x)
+    old = weight[0]
+    weight[0] = old + 1
+    found = g.verify(f, x, outputs=out).difference
+    assert found.kind == "final"
+    assert found.segment is g.segments[-1]
+    assert 'out["logits"]' in found.path.replace("'", '"')
+
+
+def test_state_after_the_run(backend):
+    """What a graph segment writes in place and nobody returns."""
+    counter, step = torch.zeros((), device=backend.device), [1]
+
+    def f(x):
+        counter.add_(step[0])
+        return x + 0
+
+    x = backend.tensor(3)
+    with backend.capture() as g:
+        out = f(x)
+    step[0] = 5
+    found = g.verify(f, x, outputs=out).difference
+    assert found.kind == "state"
+    assert "counter" in found.path
+    assert found.largest == 4
+
+
+@pytest.mark.parametrize("mode", ["full", "debug"])
+def test_other_modes(backend, mode):
+    """Without breaks the output is compared, and debug mode runs the same comparison."""
+    model, x = torch.nn.Linear(4, 4, device=backend.device), backend.tensor(2, 4)
+
+    @eager_break_during_capture
+    def double(t):
+        return t * 2
+
+    def f(x):
+        return double(model(x)) + 1
+
+    with torch.no_grad(), backend.capture(mode=mode) as g:
+        out = f(x)
+    assert g.verify(f, x, outputs=out)
+
+
+def test_every_way_to_break_is_observed(backend):
+    """break_on, add_eager, break_graph, `breaks=` and Live."""
+
+    @eager_break_during_capture
+    def add(t, n):
+        return t + n
+
+    @eager_break_during_capture
+    def not_a_break_here(t):
+        return t - 1
+
+    step = [1.0]
+    g = backend.capture(break_on=["aten::cumsum"], breaks=["test_every_way_to_break_is_observed.add", "add"])
+
+    def f(x):
+        break_graph()
+        x = add(not_a_break_here(x * 2), Live(lambda: step[0]))
+        x = x.cumsum(0)
+        capture = BreakableCUDAGraphCapture.current()
+        return g.add_eager(torch.neg, x) if capture is g else -x
+
+    x = backend.tensor(3)
+    with torch.no_grad():
+        with g:
+            out = f(x)
+        assert g.num_eager_breaks == 3
+        step[0] = 4.0
+        assert g.verify(f, x, outputs=out)
+
+
+def test_a_training_step(backend):
+    """Parameters, gradients and the optimizer's state are restored; breaks in backward are compared."""
+
+    class Scale(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, t):
+            return double(t)
+
+        @staticmethod
+        def backward(ctx, grad):
+            return double(grad)
+
+    @eager_break_during_capture
+    def double(t):
+        return t * 2
+
+    model, x = torch.nn.Linear(4, 4, device=backend.device), backend.tensor(2, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def step():
+        optimizer.zero_grad(set_to_none=False)
+        loss = Scale.apply(model(x)).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    for _ in range(2):
+        step()
+    with backend.capture() as g:
+        loss = step()
+    before = [p.clone() for p in model.parameters()]
+    report = g.verify(step, outputs=loss, state=optimizer)
+    assert report, str(report)
+    assert g.num_eager_breaks == 2
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
+
+
+def test_the_ambient_state_is_that_of_the_capture(backend):
+    """A caller who forgets no_grad or autocast gets no false alarm."""
+
+    @eager_break_during_capture
+    def double(t):
+        return t * 2
+
+    model, x = torch.nn.Linear(4, 4, device=backend.device), backend.tensor(2, 4)
+    with torch.inference_mode(), torch.autocast(backend.device.type, torch.bfloat16), backend.capture() as g:
+        out = double(model(x)) + 1
+    assert out.dtype == torch.bfloat16
+    assert g.verify(lambda: double(model(x)) + 1, outputs=out)
+
+
+def test_tolerances(backend):
+    """Given ones take the place of the dtype's own."""
+
+    @eager_break_during_capture
+    def look(t):
+        return t * 1
+
+    step = [0.0]
+    x = backend.tensor(3)
+    with backend.capture() as g:
+        out = look(x + step[0])
+    step[0] = 1e-3
+    assert not g.verify(lambda: look(x + step[0]), outputs=out)
+    assert g.verify(lambda: look(x + step[0]), outputs=out, atol=1e-2)
+
+
+def test_it_needs_a_complete_capture(backend):
+    """Before one, and inside of one, it is refused."""
+    g = backend.capture()
+    with pytest.raises(CaptureStateError, match="captured nothing yet"):
+        g.verify(torch.neg, backend.tensor(3))
+    x = backend.tensor(3)
+    with g:
+        out = -x
+    with backend.capture(), pytest.raises(CaptureStateError, match="leave the `with` block first"):
+        g.verify(torch.neg, x, outputs=out)
