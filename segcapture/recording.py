@@ -18,7 +18,7 @@ from segcapture.operators import OperatorBreaks
 from segcapture.segments import EagerSegment, GraphSegment, Segment
 from segcapture.source import location, raised_at
 from segcapture.state import state
-from segcapture.structure import tensors_in, walk
+from segcapture.structure import is_plain_object, tensors_in, walk
 from segcapture.writeback import plan
 
 _GRAD_ADVICE = (
@@ -225,7 +225,7 @@ class Recording:
         now_args, now_kwargs = resolve(args, kwargs)
         arguments = list(tensors_in(*now_args, *now_kwargs.values()))
         check_grad = ambient.grad and not below_autograd
-        if check_grad and any(t.requires_grad for t in arguments):
+        if check_grad and any(t.requires_grad for t in _given(now_args, now_kwargs)):
             raise CaptureFailedError(f"{where} has an argument that requires grad. {_GRAD_ADVICE}")
         call = Call.record(fn, args, kwargs, backend.alias)
         self._calls.append(call)
@@ -279,3 +279,14 @@ class Recording:
         at = f", at {came_from}" if came_from else ""
         what = f"{doing} could not be captured" if in_graph else f"raised in {doing} during capture"
         error.add_note(f"segcapture: {what}{at}. {self._backend.advice(error)}".rstrip())
+
+
+def _given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+    """The tensors that are passed as values. An object, an optimizer say, is passed as itself."""
+    for value in (*args, *kwargs.values()):
+        in_object: list[bool] = []
+        for node in walk(value):
+            above = node.parent >= 0 and in_object[node.parent]
+            in_object.append(above or is_plain_object(node.value))
+            if isinstance(node.value, torch.Tensor) and not above:
+                yield node.value

@@ -429,6 +429,25 @@ def test_objects_are_used_where_they_are_and_never_stale(backend):
     assert state_of(g) == {"captures": 4, "replays": 1}
 
 
+class Result:
+    """A class of the user's, made anew for each call."""
+
+    def __init__(self, value, state):
+        self.value, self.parts, self.state = value, [value + 1], state
+
+
+def test_objects_as_outputs(backend):
+    """A result is a new object with its own tensors, an argument comes back as itself."""
+    g = graphed(backend, lambda x, s: (Result(x * s.scale, s), s), warmup=0)
+    s = Settings(backend.device)
+    kept = [g(backend.tensor(3, seed=seed), s) for seed in range(3)]
+    for seed, (result, same) in enumerate(kept):
+        x = backend.tensor(3, seed=seed)
+        assert torch.equal(result.value, x * 2)
+        assert torch.equal(result.parts[0], x * 2 + 1)
+        assert same is result.state is s
+
+
 @pytest.mark.parametrize("warmup", [0, 1])
 @pytest.mark.parametrize("change", ["object", "list", "dict"])
 def test_what_python_does_to_arguments_is_refused(backend, warmup, change):

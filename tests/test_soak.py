@@ -51,14 +51,14 @@ def soak(backend, replays, captures):
         if k % 1000 == 0 and backend.device.type == "cuda":
             torch.cuda.synchronize()
     after = measure(backend.device)
+    kept = [out]
     grown = [tuple(b - a for a, b in zip(before, after, strict=True))]
 
     def capture_again():
-        nonlocal out
-        del out
         g.reset()
         with torch.no_grad(), g:
-            out = model(x + 0)
+            kept.append(model(x + 0))
+        del kept[:-1]
         g.replay()
 
     for _ in range(max(20, captures // 10)):

@@ -68,6 +68,21 @@ def clip(grads):
             g.mul_(0.5)
 
 
+def test_an_object_with_parameters_is_passed_as_itself(backend):
+    """An optimizer, with grad enabled: its parameters are no arguments."""
+    model = net(backend)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    before = [p.detach().clone() for p in model.parameters()]
+    step_in_break = eager_break_during_capture(lambda optimizer: optimizer.step() and None, name="step")
+    with backend.capture() as g:
+        step_in_break(optimizer)
+    g.replay()
+    for p, value in zip(model.parameters(), before, strict=True):
+        assert torch.equal(p.detach(), value - 0.5 - 0.5)
+
+
 @pytest.mark.parametrize(
     "between", [(), ("middle",), ("layer",), ("optimizer",), ("middle", "layer", "optimizer")]
 )

@@ -49,6 +49,19 @@ class Call:
         """Whether autograd records."""
         return self.ambient.grad
 
+    def check_can_be_captured(self) -> None:
+        """Raise CaptureFailedError for arguments that no replay can serve."""
+        if self.grad and any(tensor.requires_grad for tensor in self.tensors):
+            raise CaptureFailedError(
+                "An argument requires grad, and a replay makes no autograd graph. Call it under "
+                "`torch.no_grad()` or `torch.inference_mode()`, or pass it detached."
+            )
+        if self.overlaps_objects:
+            raise CaptureFailedError(
+                "An argument shares memory with a tensor in an object among the arguments. Arguments are "
+                "copied, and objects are used as they are: pass it in the object alone."
+            )
+
 
 class TooLongError(Exception):
     """The call is above the largest bucket."""

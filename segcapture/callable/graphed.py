@@ -24,12 +24,11 @@ class GraphedCallable:
     """Serve a function from captures: one for each signature that it is called with.
 
     The first `warmup` calls of a signature run eagerly on the capture stream, the next one is captured
-    while it runs, later ones replay. Each call runs the function once, or replays it once: state advances
-    and random numbers are drawn as without this. A signature is the nesting of the arguments; shape,
-    stride, dtype and device of tensors, and which of them share memory; type and value of everything else
-    (objects of your classes: which object, and what its attributes are); grad mode, inference mode,
-    autocast, `training` of the modules; and what `key` returns. What the function reads elsewhere
-    (globals, a closure) and changes must be in `key`.
+    while it runs, later ones replay: state advances and random numbers are drawn as without this. A
+    signature is the nesting of the arguments; shape, stride, dtype and device of tensors, and which of them
+    share memory; type and value of everything else (of objects: which one, and its attributes); grad and
+    inference mode, autocast, `training` of the modules; and what `key` returns. Python values that the
+    function reads elsewhere (globals, a closure) and that change must be in `key`.
 
     Use it as `GraphedCallable(fn)`, or as a decorator, `@GraphedCallable` or `@GraphedCallable(warmup=1)`,
     of functions and methods (each instance then has its own captures).
@@ -183,16 +182,7 @@ class GraphedCallable:
         self._captures.drop(call.key)
 
     def _add(self, call: Call) -> Entry:
-        if call.grad and any(tensor.requires_grad for tensor in call.tensors):
-            raise CaptureFailedError(
-                f"An argument of {self.name} requires grad, and a replay makes no autograd graph. Call it "
-                f"under `torch.no_grad()` or `torch.inference_mode()`, or pass it detached."
-            )
-        if call.overlaps_objects:
-            raise CaptureFailedError(
-                f"An argument of {self.name} shares memory with a tensor in an object among the arguments. "
-                f"Arguments are copied, and objects are used as they are: pass it in the object alone."
-            )
+        call.check_can_be_captured()
         return self._captures.add(call, self._reader.describe(call))
 
     # Warm-up and capture

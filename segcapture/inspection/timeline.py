@@ -47,5 +47,5 @@ def _bar(axes: Any, lane: int, span: tuple[float, float], colour: str, label: st
     start, width = span[0], span[1] - span[0]
     axes.broken_barh([(start, width)], (lane - 0.3, 0.6), facecolor=colour, edgecolor="white", linewidth=0.4)
     if label and width > _NARROW * end:
-        fits = max(1, int(width / end * 130))
+        fits = max(1, int(width / end * 150))
         axes.text(start + width / 2, lane, label[:fits], ha="center", va="center", fontsize=7, color="white")

@@ -1,4 +1,4 @@
-"""A graph segment copies from pinned host memory that is freed at once."""
+"""A graph segment copies from pinned host memory that is freed after the capture."""
 
 import torch
 
@@ -6,5 +6,7 @@ import torch
 def run(backend):
     x = backend.tensor(4)
     hosts = [torch.ones(4, pin_memory=True)]
-    with torch.no_grad(), backend.capture(check=True):
-        x.copy_(hosts.pop(), non_blocking=True)
+    with torch.no_grad(), backend.capture(check=True) as g:
+        x.copy_(hosts[0], non_blocking=True)
+    hosts.clear()
+    g.replay()
