@@ -320,7 +320,7 @@ class TestProfile:
     def test_segments_are_ranges_of_torch_profiler(self, captured):
         """Each by its name, and replays are right meanwhile."""
         g, x, cache, out = captured
-        with torch.profiler.profile(activities=[ProfilerActivity.CPU]) as recorded:
+        with torch.profiler.profile(activities=[ProfilerActivity.CPU], acc_events=True) as recorded:
             g.replay()
         names = [event.name for event in recorded.events() if " segment " in event.name]
         assert names == [str(segment) for segment in g.segments]
@@ -340,7 +340,7 @@ class TestProfile:
         with backend.capture() as g:
             maybe(x * 2)
         fail[0] = True
-        with torch.profiler.profile(activities=[ProfilerActivity.CPU]):
+        with torch.profiler.profile(activities=[ProfilerActivity.CPU], acc_events=True):
             with pytest.raises(ZeroDivisionError) as caught:
                 g.replay()
         assert any("raised in eager segment 1" in note for note in caught.value.__notes__)

@@ -12,6 +12,7 @@ from segcapture.backends.driver import Driver, get_driver
 from segcapture.backends.graphs import ADVICE, BREAK, CudaGraph, step_of
 from segcapture.backends.nvtx import nvtx_ranges
 from segcapture.backends.pool import (
+    OwnedGraph,
     Pool,
     PoolMemory,
     PoolState,
@@ -54,7 +55,7 @@ class CudaBackend:
         self._error_mode = capture_error_mode
         self._generators = generators
         self._driver: Driver = get_driver()
-        self._graph: torch.cuda.CUDAGraph | None = None
+        self._graph: OwnedGraph | None = None
         self._memory: PoolMemory | None = None
         self._forks: Forks | None = None
         self._stream: torch.cuda.Stream | None = None
@@ -136,18 +137,16 @@ class CudaBackend:
         """Begin the capture of a CUDA graph, and fork the side streams into it again."""
         assert self._state is not None
         assert self._forks is not None
-        graph = torch.cuda.CUDAGraph(keep_graph=True)
-        for generator in self._generators:
-            graph.register_generator_state(generator)
+        open_graph = OwnedGraph()
         with self._on_capture_stream():
-            graph.capture_begin(pool=self._state.id, capture_error_mode=self._error_mode)
-            self._graph = graph
+            open_graph.begin(self._state.id, self._error_mode, self._generators)
+            self._graph = open_graph
             self._forks.fork()
 
     def end(self) -> CudaGraph | None:
         """Join all forks, end the capture, and launch the graph once."""
-        graph = self._graph
-        assert graph is not None
+        captured = self._graph
+        assert captured is not None
         assert self._forks is not None
         assert self._memory is not None
         assert self._stream is not None
@@ -161,25 +160,25 @@ class CudaBackend:
         with self._on_capture_stream():
             if operations == 0:
                 self._driver.add_empty_node(raw)
-            graph.capture_end()
+            captured.graph.capture_end()
             self._graph = None
             self._memory.forget_break()
             if operations == 0:
                 return None
-            graph.instantiate()
-            direct = self._driver.launcher(graph)
+            captured.graph.instantiate()
+            direct = self._driver.launcher(captured.graph)
             if not self._execute:
-                return CudaGraph(graph, operations, None)
-            draws = self._launch_watching_generators(graph)
-            return CudaGraph(graph, operations, None if draws else direct)
+                return CudaGraph(captured, operations, None)
+            draws = self._launch_watching_generators(captured)
+            return CudaGraph(captured, operations, None if draws else direct)
 
-    def _launch_watching_generators(self, graph: torch.cuda.CUDAGraph) -> bool:
+    def _launch_watching_generators(self, captured: OwnedGraph) -> bool:
         """Launch once. Whether the graph draws random numbers shows in the generators' offsets."""
         index = self.device.index
         assert index is not None
         generators = (torch.cuda.default_generators[index], *self._generators)
         before = [generator.get_offset() for generator in generators]
-        graph.replay()
+        captured.graph.replay()
         return before != [generator.get_offset() for generator in generators]
 
     @contextmanager
@@ -192,8 +191,8 @@ class CudaBackend:
     def abort(self) -> list[str]:
         """End the open capture, however broken, so that torch's state is as after any other."""
         trouble: list[str] = []
-        graph, self._graph = self._graph, None
-        if graph is None:
+        broken, self._graph = self._graph, None
+        if broken is None:
             return trouble
         for _ in range(2):
             try:
@@ -202,7 +201,7 @@ class CudaBackend:
                         self._driver.restart(raw)
                     if self._driver.join(raw, self.forks) == 0:
                         self._driver.add_empty_node(raw)
-                    graph.capture_end()
+                    broken.graph.capture_end()
                 return trouble
             except BaseException as error:
                 trouble.append(f"{type(error).__name__}: {error}")

@@ -31,21 +31,21 @@ ADVICE = {  # https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__TYPES
 class CudaGraph(OwnedGraph):
     """One instantiated CUDA graph."""
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, operations: int, direct: Launch | None) -> None:
-        super().__init__(graph)
+    def __init__(self, captured: OwnedGraph, operations: int, direct: Launch | None) -> None:
+        super().__init__(captured.hand_over())
         self.operations = operations
-        self.launch: Launch = direct or _prepared_launch(graph)
+        self.launch: Launch = direct or _prepared_launch(self._box)
 
     def nodes(self) -> list[tuple[str, str]]:
         """Kind and name of each node, kernels demangled."""
         return nodes_of(self.graph)
 
 
-def _prepared_launch(graph: torch.cuda.CUDAGraph) -> Launch:
+def _prepared_launch(box: list[torch.cuda.CUDAGraph]) -> Launch:
     """Through torch, which sets seed and offset of the graph's random numbers before each launch."""
 
     def launch(stream: Any) -> tuple[int]:
-        graph.replay()
+        box[0].replay()
         return (0,)
 
     return launch

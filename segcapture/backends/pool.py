@@ -4,7 +4,7 @@ import bisect
 import gc
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -18,15 +18,47 @@ from segcapture.state import state
 PoolId = Any  # (int, int): torch's stubs make a type of their own of it
 
 
-class OwnedGraph:
-    """A CUDA graph of ours. Destroying one inside of a capture would invalidate that capture."""
+_registry_lock = threading.RLock()
 
-    def __init__(self, graph: torch.cuda.CUDAGraph) -> None:
-        self.graph = graph
+
+class OwnedGraph:
+    """A CUDA graph of ours, which dies when it may.
+
+    Inside of a capture of its thread that would invalidate the capture, so it waits for the end. And torch
+    keeps the graphs of a generator in a set without a lock, to which a capture that begins adds and from
+    which a graph that dies is taken, each without the interpreter's lock or not (CUDAGeneratorImpl.cpp and
+    Graph.cpp, torch 2.11): the two take turns here.
+    """
+
+    def __init__(self, box: list[torch.cuda.CUDAGraph] | None = None) -> None:
+        # A box, so that whoever empties it drops the last reference, and while holding the lock.
+        self._box = [torch.cuda.CUDAGraph(keep_graph=True)] if box is None else box
+
+    @property
+    def graph(self) -> torch.cuda.CUDAGraph:
+        """torch's object. Do not keep it."""
+        return self._box[0]
+
+    def begin(self, pool_id: PoolId, error_mode: str, generators: Sequence[torch.Generator] = ()) -> None:
+        """Begin to capture on the current stream."""
+        with _registry_lock:
+            for generator in generators:
+                self.graph.register_generator_state(generator)
+            self.graph.capture_begin(pool=pool_id, capture_error_mode=error_mode)
+
+    def hand_over(self) -> list[torch.cuda.CUDAGraph]:
+        """The box, for another owner."""
+        box, self._box = self._box, []
+        return box
 
     def __del__(self) -> None:
+        if not self._box:
+            return
         if state.keep_alive is not None:
-            state.keep_alive.append(self.graph)
+            state.keep_alive.append(OwnedGraph(self.hand_over()))
+        else:
+            with _registry_lock:
+                self._box.clear()
 
 
 class PoolState:
@@ -41,7 +73,7 @@ class PoolState:
         self.id = pool_id
         self.lane = lane
         try:
-            self._anchor = OwnedGraph(_empty_graph(pool_id, lane, driver))
+            self._anchor = _empty_graph(pool_id, lane, driver)
         except RuntimeError as error:
             _undo_begin(device, pool_id, lane, driver)
             raise CaptureStateError(
@@ -62,13 +94,13 @@ class PoolState:
         return made
 
 
-def _empty_graph(pool_id: PoolId, lane: Lane, driver: Driver) -> torch.cuda.CUDAGraph:
-    graph = torch.cuda.CUDAGraph(keep_graph=True)
+def _empty_graph(pool_id: PoolId, lane: Lane, driver: Driver) -> OwnedGraph:
+    owned = OwnedGraph()
     with torch.cuda.stream(lane.stream):
-        graph.capture_begin(pool=pool_id, capture_error_mode="thread_local")
+        owned.begin(pool_id, "thread_local")
         driver.add_empty_node(lane.raw)
-        graph.capture_end()
-    return graph
+        owned.graph.capture_end()
+    return owned
 
 
 def _undo_begin(device: torch.device, pool_id: PoolId, lane: Lane, driver: Driver) -> None:

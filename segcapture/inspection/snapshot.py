@@ -67,6 +67,8 @@ class _Search:
 
 
 def _reachable(value: Any) -> Iterator[tuple[str, Any]]:
+    if type(value).__module__.partition(".")[0] == "segcapture":
+        return  # a capture, say: what its segments hold is compared segment by segment
     if isinstance(value, torch.nn.Module):
         yield from ((f".{name}", t) for name, t in value.named_parameters())
         yield from ((f".{name}", t) for name, t in value.named_buffers())
