@@ -1,5 +1,6 @@
 """Every code block of the README runs."""
 
+import importlib.util
 import re
 import subprocess
 import sys
@@ -44,3 +45,13 @@ def test_the_readme_names_the_commands_that_ci_runs():
     assert "pytest -n auto" in ci
     assert "pytest -n auto" in README.read_text()
     assert len(BLOCKS) >= 2
+
+
+def test_the_tables_of_figures_are_made_from_the_results():
+    """No figure in the README was typed."""
+    path = README.parent / "tests" / "benchmarks" / "readme_table.py"
+    spec = importlib.util.spec_from_file_location("readme_table", path)
+    table = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(table)
+    assert table.targets() in README.read_text()
+    assert table.decode() in README.read_text()

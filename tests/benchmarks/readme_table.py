@@ -26,11 +26,11 @@ def targets() -> str:
     return "\n".join(lines)
 
 
-def decode() -> str:
-    """A decode step: tokens per second, host and GPU time."""
+def decode(size: str = "hidden 2048") -> str:
+    """A decode step of one size: tokens per second, host and GPU time."""
     lines = ["| decoder | | tokens/s | host us | GPU us |", "| --- | --- | --- | --- | --- |"]
     for row in results().get("decode", {"rows": []})["rows"]:
-        if "tokens_per_s" not in row:
+        if "tokens_per_s" not in row or not row["case"].startswith(size):
             continue
         gpu = row.get("gpu_us")
         bound = "at most " if row.get("gpu_is_upper_bound") else ""
