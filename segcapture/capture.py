@@ -186,7 +186,10 @@ class BreakableCUDAGraphCapture(Inspection):
             self._replayer = self._backend.replayer(self._segments, recording.guard)
             self._status = _Status.READY
         elif failure is not error:
-            raise failure
+            try:
+                raise failure
+            finally:
+                del failure, error  # this frame is in its traceback: no cycle
 
     def _swallowed(self, caught: BaseException) -> CaptureFailedError:
         failure = CaptureFailedError(

@@ -114,9 +114,8 @@ class Recording:
     def leave(self, failure: BaseException | None) -> None:
         """Leave the capture. Trouble on the way out becomes a note of `failure`, never replaces it."""
         trouble: list[str] = []
+        doing = self._doing_graph()
         if failure is not None:
-            if failure is not self.failure:
-                self._note(failure, self._doing_graph(), in_graph=True)
             trouble = self._backend.abort()
             self.segments.clear()
         try:
@@ -125,9 +124,14 @@ class Recording:
             if failure is None:
                 raise
             trouble.append(f"{type(at_close).__name__}: {at_close}")
-        for text in trouble:
-            assert failure is not None
-            failure.add_note(f"segcapture: while cleaning up: {text}")
+        if failure is not None:
+            if failure is not self.failure:
+                self._note(failure, doing, in_graph=True)
+            for text in trouble:
+                failure.add_note(f"segcapture: while cleaning up: {text}")
+            # Its traceback holds our frames, and so this object: no cycle that keeps the pool.
+            self.failure = None
+            self._calls.clear()
 
     def _open_segment(self, name: str, place: str) -> None:
         self._opened = (name, place)

@@ -1,6 +1,5 @@
 """The CUDA backend: graph segments are CUDA graphs of one pool, launched by the driver."""
 
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -20,15 +19,12 @@ from segcapture.backends.pool import (
     collections_relaxed,
     open_pool,
     pool_id_of,
+    undo_begin,
 )
-from segcapture.backends.streams import Forks, Lane, beside, ordered
+from segcapture.backends.streams import Forks, Lane, beside, hand_over, occupied, one_capture, ordered
 from segcapture.errors import CaptureFailedError, CaptureStateError
 from segcapture.replay import Program, Watch
 from segcapture.segments import EagerSegment, Segment
-
-# Before 2.12 a generator knows only one capture at a time, whatever thread it is in.
-_ONE_CAPTURE_A_DEVICE = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12)
-_device_locks: dict[int | None, threading.RLock] = {}
 
 
 class CudaBackend:
@@ -46,6 +42,8 @@ class CudaBackend:
     ) -> None:
         if stream is not None and stream.device != device:
             raise ValueError(f"stream is of {stream.device}, and the capture of {device}")
+        if stream is not None and stream == torch.cuda.default_stream(device):
+            raise ValueError("stream is the default stream, which CUDA cannot capture: leave it out")
         self.device = device
         self._pool_id = None if pool is None else pool_id_of(pool, device)
         self._given_pool = pool
@@ -77,7 +75,8 @@ class CudaBackend:
 
     def _opened(self) -> PoolState:
         if self._state is None:
-            self._state = open_pool(self._pool_id, self.device, self._given_stream, self._driver)
+            with one_capture(self.device):
+                self._state = open_pool(self._pool_id, self.device, self._given_stream, self._driver)
         return self._state
 
     def turn(self) -> AbstractContextManager[None]:
@@ -106,17 +105,17 @@ class CudaBackend:
                     "The current stream is being captured already, by torch.cuda.graph or another library. "
                     "Captures do not nest: leave the outer one first."
                 )
-            if _ONE_CAPTURE_A_DEVICE:
-                stack.enter_context(_device_locks.setdefault(self.device.index, threading.RLock()))
             lane = self._opened().lane
+            # In this order, as a replay that captures in an eager function takes them.
             stack.enter_context(lane.lock)
+            stack.enter_context(one_capture(self.device))
             stream = self._given_stream or lane.stream
-            stack.enter_context(_occupied(lane))
+            stack.enter_context(occupied(lane))
             lane.move_to(stream.cuda_stream)
             stream.wait_stream(outer)
-            stack.callback(_hand_over, lane, outer, stream)
+            stack.callback(hand_over, lane, outer, stream)
             stack.enter_context(torch.cuda.stream(stream))
-            stack.enter_context(collections_relaxed(self._driver))
+            stack.enter_context(collections_relaxed(self._driver, self._error_mode))
             self._stream = stream
             self._memory = PoolMemory(self._opened(), self.device)
             self._forks = Forks(stream, self.device, self._driver)
@@ -139,7 +138,11 @@ class CudaBackend:
         assert self._forks is not None
         open_graph = OwnedGraph()
         with self._on_capture_stream():
-            open_graph.begin(self._state.id, self._error_mode, self._generators)
+            try:
+                open_graph.begin(self._state.id, self._error_mode, self._generators)
+            except BaseException:
+                undo_begin(self.device, self._state.id, self._driver)
+                raise
             self._graph = open_graph
             self._forks.fork()
 
@@ -160,12 +163,12 @@ class CudaBackend:
         with self._on_capture_stream():
             if operations == 0:
                 self._driver.add_empty_node(raw)
-            captured.graph.capture_end()
+            captured.call("capture_end")
             self._graph = None
             self._memory.forget_break()
             if operations == 0:
                 return None
-            captured.graph.instantiate()
+            captured.call("instantiate")
             direct = self._driver.launcher(captured.graph)
             if not self._execute:
                 return CudaGraph(captured, operations, None)
@@ -178,7 +181,7 @@ class CudaBackend:
         assert index is not None
         generators = (torch.cuda.default_generators[index], *self._generators)
         before = [generator.get_offset() for generator in generators]
-        captured.graph.replay()
+        captured.call("replay")
         return before != [generator.get_offset() for generator in generators]
 
     @contextmanager
@@ -201,7 +204,7 @@ class CudaBackend:
                         self._driver.restart(raw)
                     if self._driver.join(raw, self.forks) == 0:
                         self._driver.add_empty_node(raw)
-                    broken.graph.capture_end()
+                    broken.call("capture_end")
                 return trouble
             except BaseException as error:
                 trouble.append(f"{type(error).__name__}: {error}")
@@ -209,10 +212,10 @@ class CudaBackend:
 
     def advice(self, error: BaseException) -> str:
         """By CUDA's error code, not by the words of the message."""
-        code = getattr(error, "error_code", None)
+        code = getattr(error, "error_code", 0)
         if isinstance(error, torch.OutOfMemoryError):
             return "The pool of the capture could not grow: capture smaller sizes, or free memory first."
-        return ADVICE.get(code or 0, "")
+        return ADVICE.get(code, "") if isinstance(code, int) else ""
 
     # Memory
 
@@ -262,7 +265,16 @@ class CudaBackend:
         program = Program(segments, [step_of(segment, base, watch) for segment in segments], watch)
         run = self._runner(program)
         if base is None:
-            return run
+            index, device = self.device.index, self.device
+
+            def replay_graphs() -> None:
+                if torch.accelerator.current_device_index() == index:
+                    run()
+                else:
+                    with torch.cuda.device(device):
+                        run()
+
+            return replay_graphs
 
         def replay() -> None:
             if torch.cuda.is_current_stream_capturing():
@@ -298,18 +310,3 @@ def _current(device: torch.device) -> int:
     """Raw handle of the current stream: `torch.cuda.current_stream()` costs 20 times as much."""
     raw: int = torch._C._cuda_getCurrentRawStream(device.index)
     return raw
-
-
-@contextmanager
-def _occupied(lane: Lane) -> Iterator[None]:
-    lane.capturing = True
-    try:
-        yield
-    finally:
-        lane.capturing = False
-
-
-def _hand_over(lane: Lane, outer: torch.cuda.Stream, stream: torch.cuda.Stream) -> None:
-    """The stream outside goes on after the capture's last work."""
-    outer.wait_stream(stream)
-    lane.last = outer.cuda_stream

@@ -45,7 +45,7 @@ class Driver(Protocol):
         """A function of the stream's handle that launches the instantiated graph, or None."""
 
     def order(self, after: int, before: int) -> None:
-        """Let the stream `after` wait for what `before` has been given so far."""
+        """Let the stream `after` wait for what `before` has been given so far: both of the current device."""
 
     def relax(self) -> int:
         """Allow this thread, for now, what a capture forbids; returns what `unrelax` takes."""
@@ -75,7 +75,7 @@ class CudaDriver:
         self._cuda: Any = driver
         # The dependencies of a capture came with data about their edges from version 13 on.
         self._has_edge_data = int(bindings.__version__.split(".")[0]) >= 13
-        self._events: dict[int, Any] = {}
+        self._events: dict[tuple[int, int], Any] = {}
         self._handles = _Handles(driver.CUstream)
 
     def _call(self, name: str, *args: Any) -> tuple[Any, ...]:
@@ -159,10 +159,11 @@ class CudaDriver:
 
     def order(self, after: int, before: int) -> None:
         """With one event for each stream that is waited for, made once."""
-        if before not in self._events:
+        key = (torch.cuda.current_device(), before)  # the default stream of each device is 0
+        if key not in self._events:
             flags = self._cuda.CUevent_flags.CU_EVENT_DISABLE_TIMING
-            (self._events[before],) = self._call("cuEventCreate", flags)
-        event = self._events[before]
+            (self._events[key],) = self._call("cuEventCreate", flags)
+        event = self._events[key]
         self._call("cuEventRecord", event, self.handle(before))
         self._call("cuStreamWaitEvent", self.handle(after), event, 0)
 

@@ -45,7 +45,10 @@ def _prepared_launch(box: list[torch.cuda.CUDAGraph]) -> Launch:
     """Through torch, which sets seed and offset of the graph's random numbers before each launch."""
 
     def launch(stream: Any) -> tuple[int]:
-        box[0].replay()
+        try:
+            box[0].replay()
+        except BaseException as error:
+            raise error.with_traceback(None)  # noqa: B904  (torch's frame would keep the graph)
         return (0,)
 
     return launch

@@ -30,6 +30,8 @@ class OwnedGraph:
     Graph.cpp, torch 2.11): the two take turns here.
     """
 
+    _box: Any = ()
+
     def __init__(self, box: list[torch.cuda.CUDAGraph] | None = None) -> None:
         # A box, so that whoever empties it drops the last reference, and while holding the lock.
         self._box = [torch.cuda.CUDAGraph(keep_graph=True)] if box is None else box
@@ -37,18 +39,27 @@ class OwnedGraph:
     @property
     def graph(self) -> torch.cuda.CUDAGraph:
         """torch's object. Do not keep it."""
-        return self._box[0]
+        graph: torch.cuda.CUDAGraph = self._box[0]
+        return graph
 
     def begin(self, pool_id: PoolId, error_mode: str, generators: Sequence[torch.Generator] = ()) -> None:
         """Begin to capture on the current stream."""
         with _registry_lock:
             for generator in generators:
-                self.graph.register_generator_state(generator)
-            self.graph.capture_begin(pool=pool_id, capture_error_mode=error_mode)
+                self.call("register_generator_state", generator)
+            self.call("capture_begin", pool=pool_id, capture_error_mode=error_mode)
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> None:
+        """Call a method of torch's object, whose frames an exception does not keep: they keep the graph."""
+        try:
+            getattr(self._box[0], method)(*args, **kwargs)
+        except BaseException as error:
+            raise error.with_traceback(None)  # noqa: B904  (the same exception)
 
     def hand_over(self) -> list[torch.cuda.CUDAGraph]:
         """The box, for another owner."""
-        box, self._box = self._box, []
+        box: list[torch.cuda.CUDAGraph] = self._box
+        self._box = []
         return box
 
     def __del__(self) -> None:
@@ -73,9 +84,12 @@ class PoolState:
         self.id = pool_id
         self.lane = lane
         try:
-            self._anchor = _empty_graph(pool_id, lane, driver)
+            self._anchor = _empty_graph(pool_id, device, driver)
+        except torch.OutOfMemoryError:
+            undo_begin(device, pool_id, driver)
+            raise
         except RuntimeError as error:
-            _undo_begin(device, pool_id, lane, driver)
+            undo_begin(device, pool_id, driver)
             raise CaptureStateError(
                 f"The pool handle {pool_id} cannot be opened: its last graph has died, and torch closes a "
                 f"pool with its last graph. Keep a capture of it, or share `capture.pool`."
@@ -94,21 +108,32 @@ class PoolState:
         return made
 
 
-def _empty_graph(pool_id: PoolId, lane: Lane, driver: Driver) -> OwnedGraph:
+_anchor_streams: dict[int | None, torch.cuda.Stream] = {}
+
+
+def _empty_graph(pool_id: PoolId, device: torch.device, driver: Driver) -> OwnedGraph:
+    """Captured on a stream for nothing else: another thread may be capturing on any of the lanes."""
     owned = OwnedGraph()
-    with torch.cuda.stream(lane.stream):
-        owned.begin(pool_id, "thread_local")
-        driver.add_empty_node(lane.raw)
-        owned.graph.capture_end()
+    with torch.cuda.device(device), collections_relaxed(driver, "thread_local"):
+        stream = _anchor_streams.pop(device.index, None) or driver.create_stream()
+        with torch.cuda.stream(stream):
+            owned.begin(pool_id, "thread_local")
+            driver.add_empty_node(stream.cuda_stream)
+            owned.call("capture_end")
+    _anchor_streams[device.index] = stream  # not after a failure, which may leave it capturing
     return owned
 
 
-def _undo_begin(device: torch.device, pool_id: PoolId, lane: Lane, driver: Driver) -> None:
-    """torch may be left recording into the pool, and its generator capturing."""
-    with suppress(RuntimeError):  # the first refuses where the allocator had not begun
-        torch._C._cuda_endAllocateToPool(device.index, pool_id)
-        torch._C._cuda_releasePool(device.index, pool_id)
-    _empty_graph(torch.cuda.graph_pool_handle(), lane, driver)
+def undo_begin(device: torch.device, pool_id: PoolId, driver: Driver) -> None:
+    """Repair torch after a capture that did not begin.
+
+    The allocator may be left recording into the pool, and the generator capturing.
+    """
+    with _pools_lock:
+        with suppress(RuntimeError):  # the first refuses where the allocator had not begun
+            torch._C._cuda_endAllocateToPool(device.index, pool_id)
+            torch._C._cuda_releasePool(device.index, pool_id)
+        _empty_graph(torch.cuda.graph_pool_handle(), device, driver)
 
 
 class Pool(tuple[int, int]):
@@ -123,7 +148,7 @@ class Pool(tuple[int, int]):
 
 
 _pools: "weakref.WeakValueDictionary[tuple[int | None, PoolId], PoolState]" = weakref.WeakValueDictionary()
-_pools_lock = threading.Lock()
+_pools_lock = threading.RLock()
 
 
 def pool_id_of(pool: Any, device: torch.device) -> PoolId:
@@ -258,15 +283,19 @@ class PoolMemory:
 
 
 @contextmanager
-def collections_relaxed(driver: Driver) -> Iterator[None]:
+def collections_relaxed(driver: Driver, error_mode: str) -> Iterator[None]:
     """Let a garbage collection destroy CUDA graphs without invalidating the capture that is running.
 
     Switching the collector off instead would be seen by all threads, and overlapping captures would
-    switch it on under each other. This leaves no state behind, and costs 2 us a collection.
+    switch it on under each other. This leaves no state behind, and costs 2 us a collection. Collections
+    of other threads disturb a capture in the error mode `global` alone.
     """
+    owner = threading.get_ident()
     modes: dict[int, list[int]] = {}
 
     def hook(phase: str, info: dict[str, int]) -> None:
+        if error_mode != "global" and threading.get_ident() != owner:
+            return
         mine = modes.setdefault(threading.get_ident(), [])
         if phase == "start":
             mine.append(driver.relax())
@@ -278,3 +307,5 @@ def collections_relaxed(driver: Driver) -> Iterator[None]:
         yield
     finally:
         gc.callbacks.remove(hook)
+        for mode in reversed(modes.get(owner, [])):
+            driver.unrelax(mode)

@@ -2,7 +2,8 @@
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 
@@ -10,6 +11,11 @@ from segcapture.backends.driver import Driver, get_driver
 
 _PRIORITIES = (0, -1, -2, -3)
 _STREAMS_PER_PRIORITY = 32
+
+
+# Before 2.12 a generator knows only one capture at a time, whatever thread it is in.
+_ONE_CAPTURE_A_DEVICE = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12)
+_device_locks: dict[int | None, threading.RLock] = {}
 
 
 class Lane:
@@ -37,7 +43,7 @@ class Lane:
     @contextmanager
     def turn(self, raw: int) -> Iterator[None]:
         """For the block: the stream comes after the one used last, and no other thread uses the lane."""
-        with self.lock:
+        with self.lock, torch.cuda.device(self.stream.device):
             self.move_to(raw)
             yield
 
@@ -165,3 +171,26 @@ def ordered(main: torch.cuda.Stream, sides: Sequence[torch.cuda.Stream]) -> Iter
     finally:
         for stream in sides:
             main.wait_stream(stream)
+
+
+def one_capture(device: torch.device) -> AbstractContextManager[Any]:
+    """The turn of a capture on a device, where torch needs turns."""
+    if not _ONE_CAPTURE_A_DEVICE:
+        return nullcontext()
+    return _device_locks.setdefault(device.index, threading.RLock())
+
+
+@contextmanager
+def occupied(lane: Lane) -> Iterator[None]:
+    """No other capture chooses the lane for the block."""
+    lane.capturing = True
+    try:
+        yield
+    finally:
+        lane.capturing = False
+
+
+def hand_over(lane: Lane, outer: torch.cuda.Stream, stream: torch.cuda.Stream) -> None:
+    """The stream outside goes on after the capture's last work."""
+    outer.wait_stream(stream)
+    lane.last = outer.cuda_stream
