@@ -33,11 +33,7 @@ def tensors_of(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[t
     function closes over, and the globals that it names.
     """
     found = _Search()
-    for i, value in enumerate(args):
-        found.visit(f"args[{i}]", value, 0)
-    for key, value in kwargs.items():
-        found.visit(key, value, 0)
-    found.visit(getattr(fn, "__name__", type(fn).__name__), fn, 0)
+    found.visit_call(fn, args, kwargs)
     return found.tensors
 
 
@@ -49,6 +45,14 @@ class _Search:
         self.generators: list[torch.Generator] = []
         # The objects themselves: the id of one that died could be another one's.
         self._seen: dict[int, Any] = {}
+
+    def visit_call(self, fn: Any, args: Any, kwargs: Any) -> None:
+        """What a call can reach: its arguments, and then what the function itself refers to."""
+        for i, value in enumerate(args):
+            self.visit(f"args[{i}]", value, 0)
+        for key, value in kwargs.items():
+            self.visit(key, value, 0)
+        self.visit(getattr(fn, "__name__", type(fn).__name__), fn, 0)
 
     def visit(self, name: str, value: Any, depth: int) -> None:
         """Add what can be reached from a value."""
@@ -121,11 +125,7 @@ class State:
 
     def __init__(self, roots: Any, fn: Any, args: Any, kwargs: Any, device: torch.device) -> None:
         search = _Search()
-        for i, value in enumerate(args):
-            search.visit(f"args[{i}]", value, 0)
-        for key, value in kwargs.items():
-            search.visit(key, value, 0)
-        search.visit(getattr(fn, "__name__", type(fn).__name__), fn, 0)
+        search.visit_call(fn, args, kwargs)
         search.visit("state", roots, 0)
         self.named = search.tensors
         """Name and tensor, as the caller knows them."""
