@@ -422,11 +422,13 @@ def test_objects_are_used_where_they_are_and_never_stale(backend):
     assert state_of(g) == {"captures": 1, "replays": 1}
     s.scale = 3
     check()
+    first = s.bias  # alive, so that no later one is at its address
     s.bias = torch.full((3,), 9.0, device=backend.device)
     check()
     s.scale, s.bias = 3, s.bias.clone()
     check()
     assert state_of(g) == {"captures": 4, "replays": 1}
+    assert first.data_ptr() != s.bias.data_ptr()
 
 
 class Result:

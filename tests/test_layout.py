@@ -30,7 +30,16 @@ LAYERS = [
 ]
 # What a module may import besides: `breaks` learns of a capture from the thread's state alone.
 ONLY = {"breaks": {"state", "arguments"}}
-NAME_CUDA = {"cuda.py", "streams.py", "pool.py", "driver.py", "kernels.py", "nvtx.py", "graphs.py"}
+NAME_CUDA = {
+    "cuda.py",
+    "streams.py",
+    "pool.py",
+    "pool_memory.py",
+    "driver.py",
+    "kernels.py",
+    "nvtx.py",
+    "graphs.py",
+}
 
 
 def module_of(path):

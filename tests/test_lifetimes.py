@@ -1,7 +1,9 @@
 """Who lives how long: pools, aliases, dropped graphs, collections during a capture (C3, C5, C10)."""
 
+import ctypes
 import gc
 import random
+import sys
 import threading
 import weakref
 
@@ -9,6 +11,7 @@ import pytest
 import torch
 
 from segcapture import eager_break_during_capture
+from segcapture.backends.pool_memory import segments_of
 from tests.gpu import assert_process_is_well, process_state
 
 
@@ -292,13 +295,13 @@ def test_a_pool_is_used_again_after_its_captures_are_gone(cuda):
             g.reset()
         del g, out
         gc.collect()
-        sizes.append(sum(s["total_size"] for s in torch.cuda.memory_snapshot(tuple(pool))))
+        sizes.append(sum(s["total_size"] for s in segments_of(tuple(pool))))
     assert len(set(sizes)) == 1
     assert sizes[0] > 0
     id_ = tuple(pool)
     del pool
     torch.cuda.empty_cache()
-    assert torch.cuda.memory_snapshot(id_) == []
+    assert segments_of(id_) == []
     assert_process_is_well(before, cuda.capture)
 
 
@@ -369,7 +372,7 @@ def test_bridges_and_temporaries_are_reused(cuda):
         torch.cuda.empty_cache()
         with cuda.capture() as g:
             f()
-    used = sum(s["total_size"] for s in torch.cuda.memory_snapshot(tuple(g.pool)))
+    used = sum(s["total_size"] for s in segments_of(tuple(g.pool)))
     assert used <= 5 * size * 4
     assert g.segments[1].bridge_bytes == size * 4
 
@@ -398,3 +401,41 @@ def test_graphs_survive_the_death_of_a_cublas_workspace(cuda):
         with torch.no_grad():
             assert torch.equal(out, f(x))
     assert all(bool((t == 5).all()) for t in junk)
+
+
+def steals_references(pool_id):
+    """torch 2.11's way to read a tuple: what it borrowed it gives away."""
+    for number in pool_id:
+        ctypes.pythonapi.Py_DecRef(ctypes.py_object(number))
+    return []
+
+
+def test_looking_at_a_pool_keeps_its_id(monkeypatch):
+    """The numbers of an id above 256 are objects, and torch's snapshot takes references to them."""
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", steals_references)
+    pool_id = (0, int("100003"))
+    spare = [pool_id[1]] * 200  # so that a fault is a failure and not a crash
+    before = sys.getrefcount(pool_id[1])
+    for _ in range(100):
+        segments_of(pool_id)
+    after = sys.getrefcount(pool_id[1])  # an assertion would count itself
+    assert after == before
+    assert len(spare) == 200
+
+
+@pytest.mark.cuda
+def test_the_three_hundredth_pool(cuda):
+    """Its id is none of the numbers that Python keeps for ever."""
+    while torch.cuda.graph_pool_handle()[1] < 300:
+        pass
+    x, by = make(cuda, 64)
+    for _ in range(20):
+        with torch.no_grad(), cuda.capture() as g:
+            out = model(x, by)
+        before = sys.getrefcount(g.pool[1])
+        for _ in range(50):
+            segments_of(g.pool)
+        after = sys.getrefcount(g.pool[1])
+        assert after >= before
+        g.replay()
+        assert torch.equal(out, model(x, by))

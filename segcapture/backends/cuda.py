@@ -13,14 +13,13 @@ from segcapture.backends.nvtx import nvtx_ranges
 from segcapture.backends.pool import (
     OwnedGraph,
     Pool,
-    PoolMemory,
     PoolState,
-    bytes_of,
     collections_relaxed,
     open_pool,
     pool_id_of,
     undo_begin,
 )
+from segcapture.backends.pool_memory import PoolMemory, bytes_of
 from segcapture.backends.streams import Forks, Lane, beside, hand_over, occupied, one_capture, ordered
 from segcapture.errors import CaptureFailedError, CaptureStateError
 from segcapture.replay import Program, Watch
@@ -117,7 +116,8 @@ class CudaBackend:
             stack.enter_context(torch.cuda.stream(stream))
             stack.enter_context(collections_relaxed(self._driver, self._error_mode))
             self._stream = stream
-            self._memory = PoolMemory(self._opened(), self.device)
+            opened = self._opened()
+            self._memory = PoolMemory(opened.id, self.device, keeper=opened)
             self._forks = Forks(stream, self.device, self._driver)
             stack.callback(self._leave)
             yield

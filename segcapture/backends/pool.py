@@ -1,6 +1,5 @@
-"""Pools: keeping them alive, and telling whose memory a tensor is in (contracts C3 and C5)."""
+"""Pools: opening them, and keeping them and their graphs alive (contracts C5 and C10)."""
 
-import bisect
 import gc
 import threading
 import weakref
@@ -11,12 +10,10 @@ from typing import Any
 import torch
 
 from segcapture.backends.driver import Driver
+from segcapture.backends.pool_memory import PoolId, segments_of
 from segcapture.backends.streams import Lane, free_lane, lane_of
 from segcapture.errors import CaptureStateError
 from segcapture.state import state
-
-PoolId = Any  # (int, int): torch's stubs make a type of their own of it
-
 
 _registry_lock = threading.RLock()
 
@@ -101,7 +98,7 @@ class PoolState:
             torch._C._construct_storage_from_data_pointer(
                 segment["address"], self.lane.stream.device, segment["total_size"]
             )
-            for segment in torch.cuda.memory_snapshot(self.id)
+            for segment in segments_of(self.id)
         ]
         for storage in made:
             storage._segcapture_pool = self
@@ -181,105 +178,6 @@ def open_pool(
             found = PoolState(pool_id, device, lane, driver)
             _pools[device.index, pool_id] = found
         return found
-
-
-def bytes_of(pool_id: PoolId) -> tuple[int, int]:
-    """Bytes that a pool has reserved, and those in use."""
-    segments = torch.cuda.memory_snapshot(pool_id)
-    return sum(s["total_size"] for s in segments), sum(s["active_size"] for s in segments)
-
-
-class PoolMemory:
-    """The memory of a pool during one capture: bridges come from it, and arguments may point into it."""
-
-    def __init__(self, pool_state: PoolState, device: torch.device) -> None:
-        self._state = pool_state
-        self._device = device
-        self._reserved = -1
-        self._elsewhere: set[int] = set()
-        self._starts: list[int] = []
-        self._ends: list[int] = []
-        # Active now means of an earlier capture or owner: those blocks may be freed under us.
-        self._foreign = {
-            block["address"]
-            for segment in torch.cuda.memory_snapshot(pool_state.id)
-            for block in segment["blocks"]
-            if block["state"] != "inactive"
-        }
-        self._storages: dict[int, torch.UntypedStorage] = {}
-
-    def forget_break(self) -> None:
-        """Between breaks a storage dies, and its identity may be another one's later."""
-        self._storages.clear()
-
-    def allocate(self, nbytes: int) -> torch.UntypedStorage:
-        """A new block of the pool, for the current stream."""
-        index, pool_id = self._device.index, self._state.id
-        torch._C._cuda_beginAllocateCurrentThreadToPool(index, pool_id)
-        try:
-            return torch.empty(nbytes, dtype=torch.uint8, device=self._device).untyped_storage()
-        finally:
-            torch._C._cuda_endAllocateToPool(index, pool_id)
-            torch._C._cuda_releasePool(index, pool_id)
-
-    def alias(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """A non-owning alias of a plain tensor that was allocated from the pool in this capture."""
-        if (
-            type(tensor) is not torch.Tensor
-            or tensor.layout is not torch.strided
-            or tensor.device != self._device
-            or tensor.is_conj()
-            or tensor.is_neg()
-        ):
-            return None
-        storage = tensor.untyped_storage()
-        pointer = storage.data_ptr()
-        if pointer == 0 or pointer in self._foreign or not self._in_pool(pointer):
-            return None
-        key = storage._cdata
-        if key not in self._storages:
-            made: Any = torch._C._construct_storage_from_data_pointer(
-                pointer, tensor.device, storage.nbytes()
-            )
-            # User code may store an alias. The pool then outlives the capture, and with it the mapping.
-            made._segcapture_pool = self._state
-            self._storages[key] = made
-        empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        return empty.set_(
-            self._storages[key],
-            tensor.storage_offset(),
-            tensor.shape,
-            tensor.stride(),
-        )
-
-    def _in_pool(self, pointer: int) -> bool:
-        if self._contains(pointer):
-            return True
-        if pointer not in self._elsewhere:
-            self._look_if_grown()
-            if self._contains(pointer):
-                return True
-            # Should the pool get this very address later, its tensor is kept strongly: that costs memory,
-            # and nothing else.
-            self._elsewhere.add(pointer)
-        return False
-
-    def _contains(self, pointer: int) -> bool:
-        at = bisect.bisect_right(self._starts, pointer) - 1
-        return at >= 0 and pointer < self._ends[at]
-
-    def _look_if_grown(self) -> None:
-        # A snapshot costs 175 us and the statistics 12: look again only when memory was added.
-        reserved = torch._C._cuda_memoryStats(self._device.index)["reserved_bytes"]["all"]["current"]
-        if reserved == self._reserved:
-            return
-        self._reserved = reserved
-        ranges = sorted(
-            (segment["address"], segment["address"] + segment["total_size"])
-            for segment in torch.cuda.memory_snapshot(self._state.id)
-        )
-        self._starts = [start for start, _ in ranges]
-        self._ends = [end for _, end in ranges]
 
 
 @contextmanager
