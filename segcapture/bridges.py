@@ -69,6 +69,9 @@ class Bridges:
         """Allocate the bridges, fill them, and return what the model receives, by node."""
         sources, self._sources = self._sources, []
         storages = [tensor.untyped_storage()._cdata for tensor in sources]
+        if not sources:
+            self._compile(False, storages)
+            return {}
         made: dict[int, torch.Tensor] = {}
         for storage in dict.fromkeys(storages):
             made.update(self._build_group([(i, t) for i, t in enumerate(sources) if storages[i] == storage]))

@@ -113,6 +113,8 @@ class Sharing:
         Raises:
             OutputMismatchError: they do not.
         """
+        if self._separate and len(set(pointers)) == len(new) and not any(t.storage_offset() for t in new):
+            return  # each at the start of a storage, and no two at one address: the common case, in 1 us
         storages = [tensor.untyped_storage()._cdata for tensor in new]
         if self._separate and len(set(storages)) == len(new):
             return

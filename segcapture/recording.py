@@ -68,6 +68,7 @@ class Recording:
         """Whether an eager function is running right now."""
         self.thread = threading.get_ident()
         self._calls = _Calls()
+        self._ambient = Ambient.current(backend.device)
         self._backend = backend
         self._options = options
         self._checks = Checks(backend) if options.check else None
@@ -223,9 +224,9 @@ class Recording:
                 f"segment has written. Give it one: `@eager_break_during_capture(capture_stub=...)`."
             )
         backend = self._backend
-        ambient = Ambient.current(backend.device)
-        if below_autograd:
-            ambient = ambient.below_autograd()
+        if not self._ambient.is_current():
+            self._ambient = Ambient.current(backend.device)
+        ambient = self._ambient.below_autograd() if below_autograd else self._ambient
         now_args, now_kwargs = resolve(args, kwargs)
         arguments = list(tensors_in(*now_args, *now_kwargs.values()))
         check_grad = ambient.grad and not below_autograd

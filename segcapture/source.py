@@ -1,5 +1,6 @@
 """Where the user's code called us."""
 
+import functools
 import linecache
 import os
 import sys
@@ -14,6 +15,7 @@ _TRITON = os.sep + os.path.join("site-packages", "triton") + os.sep
 _INSTALLED = (_STANDARD + "site-packages" + os.sep, _STANDARD + "dist-packages" + os.sep)
 
 
+@functools.cache
 def _is_users(filename: str) -> bool:
     if filename.startswith(_STANDARD) and not filename.startswith(_INSTALLED):
         return False  # copy.deepcopy, contextlib

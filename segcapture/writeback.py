@@ -82,18 +82,15 @@ class Writeback:
         self._owned = owned
         self._warned: set[int] = set()
         kept = _containers_to_update(nodes)
-        self._nodes = [
-            attrs.evolve(
-                node,
-                value=node.value if index in kept or not _is_bulky(node) else None,
-            )
-            for index, node in enumerate(nodes)
-        ]
         self._types = [type(node.value) for node in nodes]
+        self._nodes = nodes
         self._updates = kept
         self._order = {node.path: index for index, node in enumerate(nodes)}
         self._leaves = sorted([*bridges.nodes, *persistent])
         self.store: Store = self._specialised(nodes)
+        for index, node in enumerate(nodes):  # keep no tensor alive, and no container without need
+            if index not in kept and (node.container or isinstance(node.value, torch.Tensor)):
+                node.value = None
 
     @property
     def expects_none(self) -> bool:
@@ -208,10 +205,6 @@ def _containers_to_update(nodes: list[Node]) -> set[int]:
     }
 
 
-def _is_bulky(node: Node) -> bool:
-    return node.container or isinstance(node.value, torch.Tensor)
-
-
 def _equal(old: Any, new: Any) -> bool:
     if old is new:
         return True
@@ -236,8 +229,8 @@ def plan(
 ) -> tuple[Any, Writeback]:
     """Bridge the fresh leaves of an output that was just made, and compile its write-back.
 
-    Returns what the model code receives, and the plan. `nodes` must hold the only references to the
-    output (see `ownership.fresh_nodes`).
+    Returns what the model code receives, and the plan, which takes over `nodes`. They must hold the only
+    references to the output (see `ownership.fresh_nodes`).
 
     Raises:
         CaptureFailedError: a fresh output is a tensor that cannot be bridged (a subclass, a sparse or
@@ -263,7 +256,8 @@ def plan(
     }
     received = bridges.build()
     root = replace_items(nodes, received)
-    after = [attrs.evolve(node, value=received.get(i, node.value)) for i, node in enumerate(nodes)]
+    for i, bridge in received.items():
+        nodes[i].value = bridge
     carried = dict(zip(bridges.nodes, bridges.targets, strict=True))
     sharing = Sharing(
         where,
@@ -271,7 +265,7 @@ def plan(
         [persistent[i].tensor if i in persistent else carried[i] for i in leaves],
         [groups[i] for i in leaves],
     )
-    return root, Writeback(after, where, bridges, persistent, holders, sharing, fresh)
+    return root, Writeback(nodes, where, bridges, persistent, holders, sharing, fresh)
 
 
 def _keep(

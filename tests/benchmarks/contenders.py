@@ -13,6 +13,7 @@ import torch
 from timing import Call
 
 from segcapture import BreakableCUDAGraphCapture, GraphSegment
+from segcapture.backends.driver import get_driver
 
 try:
     import breakable_cuda_graphs as peer
@@ -24,6 +25,7 @@ EAGER = "eager"
 TORCH = "torch.cuda.graph"
 PEER = "breakable-cuda-graphs"
 C_LOOP = "C loop of cuGraphLaunch"
+BARE = "the same launches and calls, nothing else"
 
 Break = Callable[..., Any]
 """A function that breaks the capture, whoever captures."""
@@ -82,6 +84,32 @@ def c_loop(capture: BreakableCUDAGraphCapture) -> Call:
             raise RuntimeError(f"cuGraphLaunch failed with CUDA error {status}")
 
     call.keep = graphs  # type: ignore[attr-defined]
+    return call
+
+
+def bare_loop(capture: BreakableCUDAGraphCapture) -> Call:
+    """The launches and calls of a capture whose breaks return None, in a loop that checks nothing."""
+    device = capture.device
+    steps = [
+        (segment.graph.launch, None)
+        if isinstance(segment, GraphSegment)
+        else (segment.call.fn, segment.call.args)
+        for segment in capture.segments
+    ]
+
+    def call() -> None:
+        stream = (
+            get_driver().handle(torch.cuda.current_stream(device).cuda_stream)
+            if device.type == "cuda"
+            else None
+        )
+        for fn, args in steps:
+            if args is None:
+                fn(stream)
+            else:
+                fn(*args)
+
+    call.keep = capture  # type: ignore[attr-defined]
     return call
 
 

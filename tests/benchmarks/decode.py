@@ -14,7 +14,19 @@ from typing import Any
 
 import attrs
 import torch
-from contenders import EAGER, OURS, PEER, TORCH, Break, capture_ours, capture_peer, capture_torch, peer
+from contenders import (
+    BARE,
+    EAGER,
+    OURS,
+    PEER,
+    TORCH,
+    Break,
+    bare_loop,
+    capture_ours,
+    capture_peer,
+    capture_torch,
+    peer,
+)
 from harness import Bench, Factory
 from timing import Call, Measured
 from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
@@ -176,6 +188,7 @@ def contenders(bench: Bench, model: Decoder, compiler: Compiler) -> dict[str, Fa
         EAGER: lambda: model.body(attention),
         FRESH: lambda: capture_ours(model.body(mark(attention)), device).replay,
         BUFFER: lambda: capture_ours(model.body(through_buffer(mark)), device).replay,
+        BARE: lambda: bare_loop(capture_ours(model.body(through_buffer(mark)), device)),
         FULL: lambda: capture_ours(model.body(mark(attention)), device, mode="full").replay,
     }
     if bench.cuda:
