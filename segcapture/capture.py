@@ -16,7 +16,8 @@ from segcapture.backends.base import Replayer
 from segcapture.errors import CaptureFailedError, CaptureStateError
 from segcapture.inspection.methods import Inspection
 from segcapture.operators import OperatorBreaks
-from segcapture.recording import Options, Recording
+from segcapture.options import Options
+from segcapture.recording import Recording
 from segcapture.segments import GraphSegment, Segment
 from segcapture.state import state
 
@@ -46,7 +47,8 @@ class BreakableCUDAGraphCapture(Inspection):
         mode: `"breakable"`; `"full"` (breaks are ignored and captured: one graph); `"debug"` (no CUDA
             graph: each operator is recorded and re-run eagerly). Left out: `SEGCAPTURE_MODE`, or
             `"breakable"`.
-        breaks: Which decorated functions break: names, or a predicate on the name. Left out: all.
+        breaks: Which decorated functions break: names, each of a function that is called, or a predicate
+            on the name. Left out: all.
         break_on: Operators that become eager segments though nobody decorated them: `torch.ops`
             packets and overloads, names (`"ns::op"`, `"ns.op.overload"`), or globs.
         execute: False launches nothing during capture; each break then needs a `capture_stub`.
@@ -63,6 +65,8 @@ class BreakableCUDAGraphCapture(Inspection):
         ValueError: an unknown mode or error mode; a stream or pool of another device; `execute=False`
             where segments are emulated.
         CaptureStateError: (`with`) this thread is capturing already, or this object has captured.
+        CaptureFailedError: (`with`) a name in `breaks` or an entry of `break_on` matched nothing. Whatever
+            else fails while capturing comes through as it is, with a note that names the segment.
     """
 
     def __init__(

@@ -5,15 +5,20 @@ Told before that nothing is to be compiled, it runs the code as it is written, `
 
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from segcapture.errors import CaptureFailedError
+from segcapture.source import location
+
 _lock = threading.Lock()
 _watchers = 0
 _stance: Any = None
+_refusing: dict[int, Callable[[], bool]] = {}
+_original_call: Any = None
 
 
 @contextmanager
@@ -40,6 +45,44 @@ def uncompiled() -> Iterator[None]:
             if _watchers == 0:
                 _stance.__exit__(None, None, None)
                 _stance = None
+
+
+@contextmanager
+def kernels_refused(unseen: Callable[[], bool]) -> Iterator[None]:
+    """For the block, code that Inductor compiled is an error in this thread if `unseen()`.
+
+    `uncompiled` keeps it from running, but for the backward of a forward that ran compiled before: its
+    kernels are no operators. Inductor has no hook, so the call of its graphs is replaced meanwhile.
+    """
+    global _original_call
+    code: Any = getattr(sys.modules.get("torch._inductor.output_code"), "CompiledFxGraph", None)
+    if code is None:
+        yield
+        return
+    thread = threading.get_ident()
+    with _lock:
+        if not _refusing:
+            _original_call = code.__call__
+            code.__call__ = _call_or_refuse
+        _refusing[thread] = unseen
+    try:
+        yield
+    finally:
+        with _lock:
+            del _refusing[thread]
+            if not _refusing:
+                code.__call__ = _original_call
+
+
+def _call_or_refuse(graph: Any, inputs: Any) -> Any:
+    unseen = _refusing.get(threading.get_ident())
+    if unseen is not None and unseen():
+        raise CaptureFailedError(
+            f"Kernels that torch.compile made ran at {location()}: the backward of a forward that ran before "
+            f"the capture, most likely. They are no operators, and the tape would miss them at replay. "
+            f"Capture the forward too, or call it in a function marked `@eager_break_during_capture`."
+        )
+    return _original_call(graph, inputs)
 
 
 def inside_compiled_region() -> bool:

@@ -1,11 +1,10 @@
 """A running capture: the boundaries between its segments, and what happens when something fails."""
 
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import attrs
 import torch
 
 from segcapture.ambient import Ambient, capture_ambient
@@ -14,7 +13,7 @@ from segcapture.backends.base import Backend
 from segcapture.checks import Checks
 from segcapture.errors import CaptureFailedError
 from segcapture.guard import Guard
-from segcapture.operators import OperatorBreaks
+from segcapture.options import Options
 from segcapture.segments import EagerSegment, GraphSegment, Segment
 from segcapture.source import location, raised_at
 from segcapture.state import state
@@ -26,26 +25,6 @@ _GRAD_ADVICE = (
     "`torch.inference_mode()`; or, to train through it, call the function in the `forward` and "
     "`backward` of a `torch.autograd.Function`."
 )
-
-
-@attrs.frozen
-class Options:
-    """What a capture was asked to do, for as long as it records."""
-
-    breaks: Collection[str] | Callable[[str], bool] | None
-    operator_breaks: OperatorBreaks
-    barrier: Callable[[], object] | None
-    execute: bool
-    full: bool
-    check: bool
-
-    def breaks_at(self, name: str) -> bool:
-        """Whether a decorated function of this name breaks."""
-        if self.full:
-            return False
-        if self.breaks is None:
-            return True
-        return self.breaks(name) if callable(self.breaks) else name in self.breaks
 
 
 class _Calls(list[Call]):
@@ -68,6 +47,7 @@ class Recording:
         """Whether an eager function is running right now."""
         self.thread = threading.get_ident()
         self._calls = _Calls()
+        self._called: set[str] = set()
         self._ambient = Ambient.current(backend.device)
         self._backend = backend
         self._options = options
@@ -109,6 +89,7 @@ class Recording:
         """End the last segment."""
         self._close_segment()
         self._options.operator_breaks.check_all_matched()
+        self._options.check_all_called(self._called)
         if self._checks is not None:
             self.guard = self._checks.finish(self.segments)
 
@@ -154,6 +135,7 @@ class Recording:
 
     def breaks_at(self, name: str) -> bool:
         """Whether a decorated function of this name breaks here."""
+        self._called.add(name)
         return not self.inside_eager and self._options.breaks_at(name)
 
     def split(self, name: str) -> None:

@@ -322,6 +322,24 @@ class TestBreaks:
         with pytest.raises(ValueError, match="'attention'"):
             backend.capture(breaks="attention")
 
+    def test_a_name_that_no_called_function_has(self, backend):
+        """Misspelt, it would capture what must not be; the names that were called are listed."""
+
+        @eager_break_during_capture(name="attention")
+        def f(t):
+            return t + 1
+
+        def model(x):
+            return f(x) * 2
+
+        x = backend.tensor(4)
+        with pytest.raises(CaptureFailedError, match=r"breaks names 'attentoin', .* were: 'attention'"):
+            with torch.no_grad(), backend.capture(breaks=["attentoin"]):
+                model(x)
+        backend.check(model, [x], "g", breaks=["attentoin"], mode="full")
+        backend.check(model, [x], "eg", breaks=["attention"])
+        backend.check(lambda x: x * 2, [x], "g", breaks=lambda name: name == "attention")
+
     def test_barrier_runs_between_graph_and_function_at_capture_only(self, backend):
         """After the segment has ended, before the function, never at replay."""
         log = []

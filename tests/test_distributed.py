@@ -443,10 +443,10 @@ def test_ranks_that_break_elsewhere_are_told(ranks, functions, message):
 
 
 def fails_on_one_rank(backend):
-    g = backend.capture()
+    g, x = backend.capture(), backend.tensor(4)
     try:
         with torch.no_grad(), g:
-            backend.tensor(4).mul_(2)
+            x.mul_(2)
             if dist.get_rank() == dist.get_world_size() - 1:
                 raise KeyError("only here")
     except KeyError:

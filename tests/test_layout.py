@@ -21,7 +21,7 @@ LAYERS = [
     ["writeback"],
     ["segments"],
     ["replay", "guard"],
-    ["operators", "checks", "backends"],
+    ["operators", "options", "checks", "backends"],
     ["recording"],
     ["inspection"],
     ["capture"],

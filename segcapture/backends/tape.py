@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from segcapture.backends.refusals import check_function, check_operator
 from segcapture.backends.works import Borrowed, Pending, Wait
 from segcapture.collectives import has_work, is_collective, is_mark, wait_for
-from segcapture.compiled import uncompiled
+from segcapture.compiled import kernels_refused, uncompiled
 from segcapture.composites import has_own_dispatch, is_composite, names_of, run_in_parts
 from segcapture.errors import CaptureFailedError
 from segcapture.memory import copy_into
@@ -163,7 +163,12 @@ class Recorder:
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """Watch for the block."""
-        with uncompiled(), _RecordFunctions(self), _RecordOperators(self):
+        with (
+            uncompiled(),
+            kernels_refused(self.is_blind),
+            _RecordFunctions(self),
+            _RecordOperators(self),
+        ):
             yield
 
     def is_blind(self) -> bool:
