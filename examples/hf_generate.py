@@ -11,7 +11,7 @@ import argparse
 import inspect
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -91,6 +91,39 @@ class Generator:
         return torch.cat(found, dim=1), len(prompt) * (count - 1) / (now() - start)
 
 
+def llama(sizes: Mapping[str, int]) -> LlamaForCausalLM:
+    """A model with random weights."""
+    config = LlamaConfig(
+        num_hidden_layers=sizes["layers"],
+        hidden_size=sizes["hidden"],
+        intermediate_size=sizes["intermediate"],
+        num_attention_heads=sizes["heads"],
+        num_key_value_heads=sizes["kv_heads"],
+        vocab_size=sizes["vocab"],
+        tie_word_embeddings=True,
+        dtype=DTYPE,
+    )
+    with torch.device(DEVICE):
+        return LlamaForCausalLM(config).to(DTYPE).eval()
+
+
+def ways(compiled: bool) -> dict[str, tuple[str, Callable[..., Any]]]:
+    """By name: the attention, and how the decoding step is served."""
+
+    def graphed(**options: Any) -> Callable[..., Any]:
+        return lambda fn: GraphedCallable(fn, device=DEVICE, **options)
+
+    found: dict[str, tuple[str, Callable[..., Any]]] = {
+        "eager": ("cut_cache", lambda fn: fn),
+        "breaks at attention": ("cut_cache", graphed()),
+        "eager, whole cache": ("sdpa", lambda fn: fn),
+        "one graph, whole cache": ("sdpa", graphed(mode="full")),
+    }
+    if compiled:
+        found["torch.compile, whole cache"] = ("sdpa", lambda fn: torch.compile(fn, mode="reduce-overhead"))
+    return found
+
+
 def now() -> float:
     """Seconds, after all work on the device."""
     if CUDA:
@@ -108,34 +141,11 @@ def main() -> int:
     a = parser.parse_args()
     torch.manual_seed(0)
     torch.backends.cuda.enable_cudnn_sdp(False)  # it would plan anew for each length
-    config = LlamaConfig(
-        num_hidden_layers=a.layers,
-        hidden_size=a.hidden,
-        intermediate_size=a.intermediate,
-        num_attention_heads=a.heads,
-        num_key_value_heads=a.kv_heads,
-        vocab_size=a.vocab,
-        tie_word_embeddings=True,
-        dtype=DTYPE,
-    )
-    with torch.device(DEVICE):
-        model = LlamaForCausalLM(config).to(DTYPE).eval()
-        prompt = torch.randint(a.vocab, (a.batch, a.prompt))
+    model = llama(vars(a))
+    prompt = torch.randint(a.vocab, (a.batch, a.prompt), device=DEVICE)
     print(f"{model.num_parameters():,} parameters, {DTYPE}, on {DEVICE}")
-
-    def graphed(**options: Any) -> Callable[..., Any]:
-        return lambda fn: GraphedCallable(fn, device=DEVICE, **options)
-
-    ways = {
-        "eager": ("cut_cache", lambda fn: fn),
-        "breaks at attention": ("cut_cache", graphed()),
-        "eager, whole cache": ("sdpa", lambda fn: fn),
-        "one graph, whole cache": ("sdpa", graphed(mode="full")),
-    }
-    if a.compile:
-        ways["torch.compile, whole cache"] = ("sdpa", lambda fn: torch.compile(fn, mode="reduce-overhead"))
     same, expected = True, {}
-    for name, (attention_name, serve) in ways.items():
+    for name, (attention_name, serve) in ways(a.compile).items():
         generator = Generator(model, attention_name, a.prompt + a.tokens, serve)
         generator.generate(prompt, a.tokens)
         tokens, rate = generator.generate(prompt, a.tokens)

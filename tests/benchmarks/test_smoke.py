@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-SCRIPTS = ["replay_overhead", "writeback", "capture", "memory", "decode"]
+SCRIPTS = ["replay_overhead", "writeback", "capture", "memory", "decode", "serving"]
 DEVICES = [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.cuda)]
 
 
