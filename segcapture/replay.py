@@ -79,25 +79,17 @@ class Program:
         self._steps = list(steps)
         self._watch = watch
 
-    def run(self, stream: Any) -> None:
+    def run(self, stream: Any, *, watched: bool = False) -> None:
         """Run all segments in order. `stream` is what the launches take.
+
+        `watched`: what watches has been told already.
 
         Raises:
             SegcaptureError: a graph could not be launched.
             OutputMismatchError: an eager function returned something else than at capture.
         """
-        if self._watch is not None or _profiler_enabled():  # 0.05 us
-            self._run_watched(stream, self._watch or ProfilerRanges())
-        else:
-            self._run(stream)
-
-    def _run_watched(self, stream: Any, watch: Watch) -> None:
-        for segment, step in zip(self._segments, self._steps, strict=True):
-            single = Program([segment], [step])
-            with watch.segment(segment):
-                single._run(stream)
-
-    def _run(self, stream: Any) -> None:
+        if not watched and (self._watch is not None or _profiler_enabled()):  # 0.05 us
+            return self._run_watched(stream, self._watch or ProfilerRanges())
         remaining: Any = iter(self._steps)
         try:
             for fn, args, store in remaining:
@@ -117,6 +109,12 @@ class Program:
                 f"did not run; the capture can be replayed again."
             )
             raise
+
+    def _run_watched(self, stream: Any, watch: Watch) -> None:
+        for segment, step in zip(self._segments, self._steps, strict=True):
+            single = Program([segment], [step])
+            with watch.segment(segment):
+                single.run(stream, watched=True)
 
     def _reached(self, remaining: Any) -> Any:
         """The segment that runs now: the iterator knows, so that counting costs nothing on the way."""

@@ -439,3 +439,36 @@ def test_the_three_hundredth_pool(cuda):
         assert after >= before
         g.replay()
         assert torch.equal(out, model(x, by))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("warmed_up", [False, True])
+def test_torch_frees_the_workspaces_of_cublas(cuda, warmed_up):
+    """As torch.compile does when it records CUDA graphs: the addresses in our graphs stay ours."""
+
+    def model(a, b):
+        return torch.relu(scale_by_two(a @ b) @ b.T) @ b
+
+    scale_by_two = eager_break_during_capture(lambda t: t * 2, name="scale_by_two")
+    a, b = (cuda.tensor(*shape).bfloat16() for shape in ((16, 8192), (8192, 64)))  # a split sum needs one
+    before = process_state()
+    torch._C._cuda_clearCublasWorkspaces()
+    with torch.no_grad():
+        g = cuda.capture()
+        if warmed_up:
+            with g.warm_up():
+                model(a, b)
+        with g:
+            out = model(a, b)
+        assert g._backend._state.lane.workspace.nbytes > 0
+        for k in range(3):
+            torch._C._cuda_clearCublasWorkspaces()
+            torch.cuda.empty_cache()
+            junk = [torch.full((1 << 20,), 7.0, device=cuda.device) for _ in range(64)]
+            a.copy_(cuda.tensor(16, 8192, seed=k))
+            g.replay()
+            replayed = out.clone()
+            assert torch.equal(replayed, model(a, b))
+            assert all(bool((t == 7).all()) for t in junk)
+            del junk
+    assert_process_is_well(before, cuda.capture)

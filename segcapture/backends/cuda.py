@@ -114,6 +114,7 @@ class CudaBackend:
             stream.wait_stream(outer)
             stack.callback(hand_over, lane, outer, stream)
             stack.enter_context(torch.cuda.stream(stream))
+            lane.workspace.prepare()
             stack.enter_context(collections_relaxed(self._driver, self._error_mode))
             self._stream = stream
             opened = self._opened()
@@ -265,16 +266,7 @@ class CudaBackend:
         program = Program(segments, [step_of(segment, base, watch) for segment in segments], watch)
         run = self._runner(program)
         if base is None:
-            index, device = self.device.index, self.device
-
-            def replay_graphs() -> None:
-                if torch.accelerator.current_device_index() == index:
-                    run()
-                else:
-                    with torch.cuda.device(device):
-                        run()
-
-            return replay_graphs
+            return run
 
         def replay() -> None:
             if torch.cuda.is_current_stream_capturing():
@@ -291,17 +283,23 @@ class CudaBackend:
         return replay
 
     def _runner(self, program: Program) -> Callable[[], None]:
-        """Run on the current stream, after all that was captured or replayed on the same lane."""
+        """Run on the device's current stream, after all that was captured or replayed on the same lane."""
         assert self._state is not None
-        lane, lock, index = self._state.lane, self._state.lane.lock, self.device.index
-        current, handle, run = torch._C._cuda_getCurrentRawStream, self._driver.handle, program.run
+        lane, device, run = self._state.lane, self.device, program.run
+        lock, index = lane.lock, device.index
+        current_device, current = torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream
+        last, handle = lane.raw, self._driver.handle(lane.raw)
 
         def run_in_order() -> None:
-            with lock:
+            nonlocal last, handle
+            # On the right device already, the lock stands in for a context that does nothing, but cheaply.
+            with lock if current_device() == index else torch.cuda.device(device), lock:
                 raw = current(index)
                 if raw != lane.last:
                     lane.move_to(raw)
-                run(handle(raw))
+                if raw != last:
+                    last, handle = raw, self._driver.handle(raw)
+                run(handle)
 
         return run_in_order
 

@@ -2,11 +2,24 @@
 
 import bisect
 import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 PoolId = Any  # (int, int): torch's stubs make a type of their own of it
+
+
+@contextmanager
+def allocating_from(pool_id: PoolId, device: torch.device) -> Iterator[None]:
+    """For the block, what this thread allocates on the device comes from a pool."""
+    torch._C._cuda_beginAllocateCurrentThreadToPool(device.index, pool_id)
+    try:
+        yield
+    finally:
+        torch._C._cuda_endAllocateToPool(device.index, pool_id)
+        torch._C._cuda_releasePool(device.index, pool_id)
 
 
 def segments_of(pool_id: PoolId) -> list[dict[str, Any]]:
@@ -57,13 +70,8 @@ class PoolMemory:
 
     def allocate(self, nbytes: int) -> torch.UntypedStorage:
         """A new block of the pool, for the current stream."""
-        index, pool_id = self._device.index, self._id
-        torch._C._cuda_beginAllocateCurrentThreadToPool(index, pool_id)
-        try:
+        with allocating_from(self._id, self._device):
             return torch.empty(nbytes, dtype=torch.uint8, device=self._device).untyped_storage()
-        finally:
-            torch._C._cuda_endAllocateToPool(index, pool_id)
-            torch._C._cuda_releasePool(index, pool_id)
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """A non-owning alias of a plain tensor that was allocated from the pool in this capture."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from segcapture.backends.driver import Driver, get_driver
+from segcapture.backends.pool_memory import allocating_from, bytes_of
 
 _PRIORITIES = (0, -1, -2, -3)
 _STREAMS_PER_PRIORITY = 32
@@ -16,6 +17,32 @@ _STREAMS_PER_PRIORITY = 32
 # Before 2.12 a generator knows only one capture at a time, whatever thread it is in.
 _ONE_CAPTURE_A_DEVICE = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12)
 _device_locks: dict[int | None, threading.RLock] = {}
+
+
+class Workspace:
+    """The cuBLAS workspaces of a lane (32 MiB each on Hopper), in memory that nobody else ever gets.
+
+    Graphs hold their addresses. One that is made during a capture would come from the capture's pool and
+    outlive it. And torch frees all workspaces at times (`_cuda_clearCublasWorkspaces`, which torch.compile
+    calls when it records CUDA graphs), after which others would get the memory, or nobody would have it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+        # Without the release that belongs to it: the pool stays open.
+        torch._C._cuda_beginAllocateCurrentThreadToPool(device.index, self._pool)
+        torch._C._cuda_endAllocateToPool(device.index, self._pool)
+
+    def prepare(self) -> None:
+        """Make the one that the current stream still lacks, for the calling thread's cuBLAS handle."""
+        with allocating_from(self._pool, self._device):
+            torch.cuda.current_blas_handle()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes reserved."""
+        return bytes_of(self._pool)[0]
 
 
 class Lane:
@@ -32,6 +59,7 @@ class Lane:
         self.last = self.raw
         """Raw handle of the stream that was used last."""
         self.capturing = False
+        self.workspace = Workspace(stream.device)
         self._driver = driver
 
     def move_to(self, raw: int) -> None:
@@ -70,26 +98,12 @@ def free_lane(device: torch.device) -> Lane:
         for lane in lanes:
             if not lane.capturing:
                 return lane
-        lane = Lane(_new_stream(device), get_driver())
+        with torch.cuda.device(device):
+            # No `torch.cuda.Stream()` of the user can be this one.
+            lane = Lane(get_driver().create_stream(), get_driver())
         lanes.append(lane)
         _lanes[device.index, lane.raw] = lane
         return lane
-
-
-def _new_stream(device: torch.device) -> torch.cuda.Stream:
-    """A stream that no `torch.cuda.Stream()` of the user can be, with its cuBLAS workspace.
-
-    The workspace (32 MiB on Hopper) is made now, since one made during a capture would come from the
-    capture's pool and outlive it.
-    """
-    with torch.cuda.device(device):
-        stream = get_driver().create_stream()
-        with torch.inference_mode(), torch.autocast("cuda", enabled=False), torch.cuda.stream(stream):
-            one = torch.ones(16, 16, device=device)
-            torch.addmm(one[0], one, one)
-            torch.mm(one, one)
-        stream.synchronize()
-    return stream
 
 
 _torch_streams: dict[int, dict[int, torch.cuda.Stream]] = {}
@@ -156,6 +170,7 @@ def beside(lane: Lane, stream: torch.cuda.Stream | None) -> Iterator[None]:
             stream.wait_stream(outer)
             try:
                 with torch.cuda.stream(stream):
+                    lane.workspace.prepare()
                     yield
             finally:
                 outer.wait_stream(stream)
