@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import boundary
 import torch
 from contenders import OURS, PEER, TORCH, Break, capture_ours, capture_peer, capture_torch, peer
 from harness import Bench, Factory
@@ -92,6 +93,16 @@ def buckets(bench: Bench, work: Layers, rows: Sequence[int], layers: int) -> Non
     bench.target(f"{case}, against {PEER}", ratio(found, OURS, PEER), 0.60)
 
 
+def one_boundary(bench: Bench, work: Layers, layers: int) -> None:
+    """What a boundary of ours is made of."""
+    mark, capture = makers(bench)[OURS]
+    body = work.body(mark, 8, layers)
+    body()  # warm-up
+    found = boundary.profile(lambda: capture(body, None), layers - 1, bench.rounds)
+    for part, took in found.items():
+        bench.add("one boundary", part, host_us=took)
+
+
 def many_segments(bench: Bench, work: Layers, sizes: Sequence[int]) -> None:
     """Time per segment, graph and eager ones in turn, for captures of growing length."""
 
@@ -173,11 +184,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     with torch.no_grad():
         work = Layers(bench.device, 8 if small else 256, 32 if small else 512)
         buckets(bench, work, (4, 2) if small else (256, 128, 64, 32), 3 if small else 33)
+        one_boundary(bench, work, 3 if small else 33)
         many_segments(bench, work, (8, 16) if small else (100, 300, 1000))
         many_buckets(bench, work, 8 if small else 200, 2 if small else 5, 2 if small else 3)
     bench.notes.append(
         "Segments count eager ones too in `one long capture`. A monolithic graph has no segments: its row is "
-        "the same work in one graph. Early and late buckets are the second and the last tenth."
+        "the same work in one graph. Early and late buckets are the second and the last tenth. "
+        "The parts of `one boundary` are timed in its capture, which costs a few microseconds each."
     )
     return bench.finish()
 

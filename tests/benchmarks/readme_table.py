@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
-SUBJECTS = ("replay_overhead", "writeback", "capture", "memory", "decode")
+SUBJECTS = ("replay_overhead", "writeback", "capture", "memory", "decode", "serving")
 
 
 def results() -> dict[str, dict[str, Any]]:
@@ -41,9 +41,29 @@ def decode(size: str = "hidden 2048") -> str:
     return "\n".join(lines)
 
 
+def serving() -> str:
+    """Served functions: requests or tokens per second, or the host time of a call."""
+    lines = ["| what | how | host us | per second |", "| --- | --- | --- | --- |"]
+    for row in results().get("serving", {"rows": []})["rows"]:
+        rate = f"{_median(row['per_s']):.0f}" if "per_s" in row else ""
+        host = f"{_median(row['host_us']):.0f}" if "host_us" in row and not rate else ""
+        if rate or host:
+            lines.append(f"| {row['case']} | {row['contender']} | {host} | {rate} |")
+    return "\n".join(lines)
+
+
+def boundary() -> str:
+    """Where the time of a boundary goes at capture."""
+    lines = ["| one boundary, at capture | host us |", "| --- | --- |"]
+    for row in results().get("capture", {"rows": []})["rows"]:
+        if row["case"] == "one boundary":
+            lines.append(f"| {row['contender']} | {_median(row['host_us']):.0f} |")
+    return "\n".join(lines)
+
+
 def _median(value: Any) -> float:
     return float(value["median"] if isinstance(value, dict) else value)
 
 
 if __name__ == "__main__":
-    print(targets(), decode(), sep="\n\n")
+    print(targets(), boundary(), decode(), serving(), sep="\n\n")

@@ -1,0 +1,56 @@
+"""Where the time of a boundary goes while a capture records: parts of it, timed from outside."""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+from timing import Call, Spread
+
+from segcapture import recording
+from segcapture.arguments import Call as RecordedCall
+from segcapture.backends.driver import CudaDriver
+from segcapture.backends.pool import OwnedGraph
+
+WHOLE = "a boundary, with its function"
+PARTS: list[tuple[str, Any, str]] = [
+    (WHOLE, recording.Recording, "record_break"),
+    ("of it: torch begins, ends, instantiates and first launches the graph", OwnedGraph, "call"),
+    ("of it: which of torch's 128 streams are forked", CudaDriver, "members"),
+    ("of it: joining by the nodes of the graph", CudaDriver, "join"),
+    ("of it: keeping the arguments", RecordedCall, "record"),
+    ("of it: analysing the output", recording, "plan"),
+]
+
+
+@contextmanager
+def _timed(owner: Any, name: str, log: list[float]) -> Iterator[None]:
+    found: Callable[..., Any] = getattr(owner, name)
+    bound = isinstance(vars(owner).get(name), classmethod)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        start = time.perf_counter_ns()
+        try:
+            return found(*args, **kwargs)
+        finally:
+            log.append((time.perf_counter_ns() - start) / 1e3)
+
+    with mock.patch.object(owner, name, staticmethod(call) if bound else call):
+        yield
+
+
+def profile(capture: Call, boundaries: int, rounds: int) -> dict[str, Spread]:
+    """Microseconds per boundary of each part. `capture` captures once; being watched costs a few each."""
+    capture()
+    found: dict[str, list[float]] = {label: [] for label, _, _ in PARTS}
+    for _ in range(rounds):
+        logs: dict[str, list[float]] = {label: [] for label, _, _ in PARTS}
+        with ExitStack() as stack:
+            for label, owner, name in PARTS:
+                stack.enter_context(_timed(owner, name, logs[label]))
+            capture()
+        for label, log in logs.items():
+            found[label].append(sum(log) / boundaries)
+    return {label: Spread.of(values) for label, values in found.items() if statistics.median(values) > 0}
