@@ -130,8 +130,9 @@ class Bridges:
                 share memory in another way than at capture.
         """
         if new:
-            self.check_layouts(new)
-            pointers = [tensor.data_ptr() for tensor in new]
+            if not self._same_layout(*new):
+                self.check_layouts(new)
+            pointers = list(map(torch.Tensor.data_ptr, new))
             self._sharing.check(new, pointers)
             self.write(new, pointers)
 

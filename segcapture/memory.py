@@ -84,6 +84,9 @@ def place_on(
     return torch._neg_view(tensor) if like.is_neg() else tensor
 
 
+_storage_offset = torch.Tensor.storage_offset
+
+
 class Sharing:
     """How the leaves of an output share storages: fixed at capture, checked at each replay.
 
@@ -113,7 +116,7 @@ class Sharing:
         Raises:
             OutputMismatchError: they do not.
         """
-        if self._separate and len(set(pointers)) == len(new) and not any(t.storage_offset() for t in new):
+        if self._separate and len(set(pointers)) == len(new) and not any(map(_storage_offset, new)):
             return  # each at the start of a storage, and no two at one address: the common case, in 1 us
         storages = [tensor.untyped_storage()._cdata for tensor in new]
         if self._separate and len(set(storages)) == len(new):
