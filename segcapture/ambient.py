@@ -33,7 +33,7 @@ class Ambient:
         )
 
     def is_current(self) -> bool:
-        """The same as `self == Ambient.current(device)`, in a fraction of the time."""
+        """Whether the calling thread's state is this one, but for the dtype of an autocast that is off."""
         kind = self.device_type
         return (
             torch.is_grad_enabled() is self.grad

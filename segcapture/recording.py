@@ -55,6 +55,8 @@ class Recording:
         self.guard: Guard | None = None
         """What replays must check, under `check=True`."""
         self._opened = ("start", "?")
+        self._complete = False
+        """Whether the last segment has ended."""
         self._stack = ExitStack()
 
     @property
@@ -86,8 +88,9 @@ class Recording:
             state.recording = state.keep_alive = None
 
     def finish(self) -> None:
-        """End the last segment."""
+        """End the last segment, and compare with what was asked for."""
         self._close_segment()
+        self._complete = True
         self._options.operator_breaks.check_all_matched()
         self._options.check_all_called(self._called)
         if self._checks is not None:
@@ -107,7 +110,7 @@ class Recording:
                 raise
             trouble.append(f"{type(at_close).__name__}: {at_close}")
         if failure is not None:
-            if failure is not self.failure:
+            if failure is not self.failure and not self._complete:
                 self._note(failure, doing, in_graph=True)
             for text in trouble:
                 failure.add_note(f"segcapture: while cleaning up: {text}")
@@ -172,7 +175,8 @@ class Recording:
             self._close_segment()
             doing = f"eager segment {len(self.segments)} ({name}, {place})"
             if self._options.barrier is not None:
-                self._run_barrier(self._options.barrier)
+                with self._eagerly():  # a barrier is a collective: `break_on` must not see it
+                    self._options.barrier()
             result = self._run_eager(fn, args, kwargs, name, stub, place, below_autograd)
             doing = f"graph segment {len(self.segments)}"
             self._open_segment(name, place)
@@ -181,10 +185,12 @@ class Recording:
             raise
         return result
 
-    def _run_barrier(self, barrier: Callable[[], object]) -> None:
-        self.inside_eager = True  # A barrier is a collective: `break_on` must not see it.
+    @contextmanager
+    def _eagerly(self) -> Iterator[None]:
+        """For the block, nothing breaks."""
+        self.inside_eager = True
         try:
-            barrier()
+            yield
         finally:
             self.inside_eager = False
 
@@ -219,21 +225,18 @@ class Recording:
         if self._checks is not None:
             self._checks.given(where, arguments)
             self._checks.enter("eager", index, name)
-        self.inside_eager = True
-        try:
-            with backend.eager():
-                # One expression: no variable may hold the output while its owners are counted.
-                nodes = walk((stub or fn)(*now_args, **now_kwargs))
-        finally:
-            self.inside_eager = False
-        if self._checks is not None:
-            self._checks.returned(nodes)
-        if check_grad and any(
-            isinstance(node.value, torch.Tensor) and node.value.requires_grad for node in nodes
-        ):
-            raise CaptureFailedError(f"{where} returned a tensor that requires grad. {_GRAD_ADVICE}")
-        result, writeback = plan(nodes, arguments, backend, where, self._calls)
-        del nodes
+        # The output is carried to its bridges inside too: on a side stream, if that is current.
+        with self._eagerly(), backend.eager():
+            # One expression: no variable may hold the output while its owners are counted.
+            nodes = walk((stub or fn)(*now_args, **now_kwargs))
+            if self._checks is not None:
+                self._checks.returned(nodes)
+            if check_grad and any(
+                isinstance(node.value, torch.Tensor) and node.value.requires_grad for node in nodes
+            ):
+                raise CaptureFailedError(f"{where} returned a tensor that requires grad. {_GRAD_ADVICE}")
+            result, writeback = plan(nodes, arguments, backend, where, self._calls)
+            del nodes
         self.segments.append(
             EagerSegment(
                 index=index,

@@ -121,6 +121,26 @@ class Program:
         return self._segments[len(self._steps) - remaining.__length_hint__() - 1]
 
 
+def base_ambient(segments: Sequence[Segment]) -> Ambient | None:
+    """The ambient state under which a replay runs: that of the first eager segment."""
+    return next((s.ambient for s in segments if isinstance(s, EagerSegment)), None)
+
+
+def under(base: Ambient | None, run: Callable[[], None]) -> Callable[[], None]:
+    """`run` in an ambient state; None where it makes no difference."""
+    if base is None:
+        return run
+
+    def replay() -> None:
+        if base.is_current():
+            run()
+        else:
+            with base.entered():
+                run()
+
+    return replay
+
+
 def _launch_failed(status: Any) -> SegcaptureError:
     return SegcaptureError(
         f"The graph could not be launched: CUDA error {int(status)} ({getattr(status, 'name', '?')}). An "

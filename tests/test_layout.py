@@ -32,7 +32,8 @@ LAYERS = [
 ONLY = {"breaks": {"state", "arguments"}}
 NAME_CUDA = {
     "cuda.py",
-    "streams.py",
+    "forks.py",
+    "lanes.py",
     "pool.py",
     "pool_memory.py",
     "driver.py",

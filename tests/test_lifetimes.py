@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from segcapture import eager_break_during_capture
-from segcapture.backends.pool_memory import segments_of
+from segcapture.backends.pool_memory import bytes_of, segments_of
 from tests.gpu import assert_process_is_well, process_state
 
 
@@ -460,7 +460,7 @@ def test_torch_frees_the_workspaces_of_cublas(cuda, warmed_up):
                 model(a, b)
         with g:
             out = model(a, b)
-        assert g._backend._state.lane.workspace.nbytes > 0
+        assert bytes_of(g._backend._state.lane.workspace.pool)[0] > 0
         for k in range(3):
             torch._C._cuda_clearCublasWorkspaces()
             torch.cuda.empty_cache()

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 from segcapture.backends.driver import Driver, get_driver
+from segcapture.backends.forks import Forks, ordered
 from segcapture.backends.graphs import ADVICE, BREAK, CudaGraph, step_of
+from segcapture.backends.lanes import Lane, one_capture
 from segcapture.backends.nvtx import nvtx_ranges
 from segcapture.backends.pool import (
     OwnedGraph,
@@ -20,10 +22,9 @@ from segcapture.backends.pool import (
     undo_begin,
 )
 from segcapture.backends.pool_memory import PoolMemory, bytes_of
-from segcapture.backends.streams import Forks, Lane, beside, hand_over, occupied, one_capture, ordered
 from segcapture.errors import CaptureFailedError, CaptureStateError
-from segcapture.replay import Program, Watch
-from segcapture.segments import EagerSegment, Segment
+from segcapture.replay import Program, Watch, base_ambient, under
+from segcapture.segments import Segment
 
 
 class CudaBackend:
@@ -85,7 +86,8 @@ class CudaBackend:
 
     def warm_up(self) -> AbstractContextManager[None]:
         """On the capture stream, so that libraries set up there what the capture will use."""
-        return beside(self._opened().lane, self._given_stream)
+        lane = self._opened().lane
+        return lane.beside(self._given_stream or lane.stream)
 
     def storages(self, segments: Sequence[Segment]) -> list[torch.UntypedStorage]:
         """The pool's memory."""
@@ -98,26 +100,16 @@ class CudaBackend:
         """Take a lane, order its stream after the current one, and the current one after it."""
         with ExitStack() as stack:
             stack.enter_context(torch.cuda.device(self.device))
-            outer = torch.cuda.current_stream()
             if torch.cuda.is_current_stream_capturing():
                 raise CaptureStateError(
                     "The current stream is being captured already, by torch.cuda.graph or another library. "
                     "Captures do not nest: leave the outer one first."
                 )
-            lane = self._opened().lane
-            # In this order, as a replay that captures in an eager function takes them.
-            stack.enter_context(lane.lock)
-            stack.enter_context(one_capture(self.device))
-            stream = self._given_stream or lane.stream
-            stack.enter_context(occupied(lane))
-            lane.move_to(stream.cuda_stream)
-            stream.wait_stream(outer)
-            stack.callback(hand_over, lane, outer, stream)
-            stack.enter_context(torch.cuda.stream(stream))
-            lane.workspace.prepare()
+            opened = self._opened()
+            stream = self._given_stream or opened.lane.stream
+            stack.enter_context(opened.lane.capturing(stream))
             stack.enter_context(collections_relaxed(self._driver, self._error_mode))
             self._stream = stream
-            opened = self._opened()
             self._memory = PoolMemory(opened.id, self.device, keeper=opened)
             self._forks = Forks(stream, self.device, self._driver)
             stack.callback(self._leave)
@@ -139,6 +131,7 @@ class CudaBackend:
         assert self._forks is not None
         open_graph = OwnedGraph()
         with self._on_capture_stream():
+            self._state.lane.workspace.prepare_handle()  # an eager function may have had it freed
             try:
                 open_graph.begin(self._state.id, self._error_mode, self._generators)
             except BaseException:
@@ -185,12 +178,10 @@ class CudaBackend:
         captured.call("replay")
         return before != [generator.get_offset() for generator in generators]
 
-    @contextmanager
-    def eager(self) -> Iterator[None]:
+    def eager(self) -> AbstractContextManager[None]:
         """Order side streams around the eager function."""
         assert self._stream is not None
-        with ordered(self._stream, self.forks):
-            yield
+        return ordered(self._stream, self.forks)
 
     def abort(self) -> list[str]:
         """End the open capture, however broken, so that torch's state is as after any other."""
@@ -209,6 +200,8 @@ class CudaBackend:
                 return trouble
             except BaseException as error:
                 trouble.append(f"{type(error).__name__}: {error}")
+        assert self._state is not None
+        self._state.lane.broken = True
         return trouble
 
     def advice(self, error: BaseException) -> str:
@@ -261,45 +254,39 @@ class CudaBackend:
 
     def replayer(self, segments: Sequence[Segment], watch: Watch | None = None) -> Callable[[], None]:
         """The replay loop. Eager segments run in the ambient state of the first one's capture."""
-        base = next((s.ambient for s in segments if isinstance(s, EagerSegment)), None)
+        base = base_ambient(segments)
         watch = watch or nvtx_ranges()
         program = Program(segments, [step_of(segment, base, watch) for segment in segments], watch)
-        run = self._runner(program)
-        if base is None:
-            return run
+        return under(base, self._runner(program, calls=base is not None))
 
-        def replay() -> None:
-            if torch.cuda.is_current_stream_capturing():
-                raise CaptureStateError(
-                    "The current stream is being captured by torch.cuda.graph or another library, and eager "
-                    "segments cannot be: replay outside of it."
-                )
-            if base.is_current():
-                run()
-            else:
-                with base.entered():
-                    run()
+    def _runner(self, program: Program, *, calls: bool = True) -> Callable[[], None]:
+        """Run on the device's current stream, after all that was captured or replayed on the same lane.
 
-        return replay
-
-    def _runner(self, program: Program) -> Callable[[], None]:
-        """Run on the device's current stream, after all that was captured or replayed on the same lane."""
+        `calls` says whether there are eager segments.
+        """
         assert self._state is not None
-        lane, device, run = self._state.lane, self.device, program.run
+        lane, device, run, handle = self._state.lane, self.device, program.run, self._driver.handle
         lock, index = lane.lock, device.index
         current_device, current = torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream
-        last, handle = lane.raw, self._driver.handle(lane.raw)
 
         def run_in_order() -> None:
-            nonlocal last, handle
             # On the right device already, the lock stands in for a context that does nothing, but cheaply.
             with lock if current_device() == index else torch.cuda.device(device), lock:
+                if calls and torch.cuda.is_current_stream_capturing():
+                    raise CaptureStateError(
+                        "The current stream is being captured by torch.cuda.graph or another library, and "
+                        "eager segments cannot be: replay outside of it."
+                    )
                 raw = current(index)
                 if raw != lane.last:
                     lane.move_to(raw)
-                if raw != last:
-                    last, handle = raw, self._driver.handle(raw)
-                run(handle)
+                around, lane.running = lane.running, raw
+                try:
+                    run(handle(raw))
+                finally:
+                    lane.running = around
+                    if around is not None:  # the replay or capture around this one goes on after it
+                        lane.move_to(around)
 
         return run_in_order
 

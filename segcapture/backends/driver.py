@@ -22,13 +22,14 @@ class Driver(Protocol):
     def create_stream(self) -> torch.cuda.Stream:
         """A non-blocking stream that nobody else can get."""
 
-    def handle(self, raw: int) -> Any:
+    @property
+    def handle(self) -> Callable[[int], Any]:
         """What `launch` takes for a stream."""
 
     def is_valid(self, raw: int) -> bool:
         """Whether the stream is capturing, and can go on."""
 
-    def members(self, raw: int, candidates: Mapping[int, torch.cuda.Stream]) -> list[torch.cuda.Stream]:
+    def forked_into(self, raw: int, candidates: Mapping[int, torch.cuda.Stream]) -> list[torch.cuda.Stream]:
         """Those of the candidates (by raw handle) that are forked into the capture of a stream."""
 
     def join(self, raw: int, forks: Sequence[torch.cuda.Stream]) -> int:
@@ -78,7 +79,7 @@ class CudaDriver:
         # The dependencies of a capture came with data about their edges from version 13 on.
         self._has_edge_data = int(bindings.__version__.split(".")[0]) >= 13
         self._events: dict[tuple[int, int], Any] = {}
-        self._handles = _Handles(driver.CUstream)
+        self.handle = _Handles(driver.CUstream).__getitem__
         # Asked of 128 streams at each boundary: cuda-python takes twice as long, to make an enum each time.
         library = ctypes.PyDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
         self._is_capturing, self._pointers = library.cuStreamIsCapturing, _Handles(ctypes.c_void_p)
@@ -96,10 +97,6 @@ class CudaDriver:
         (stream,) = self._call("cuStreamCreate", flags)
         return torch.cuda.ExternalStream(int(stream))
 
-    def handle(self, raw: int) -> Any:
-        """A `CUstream`, made once for each stream."""
-        return self._handles[raw]
-
     def _status(self, raw: int) -> int:
         return int(self._call("cuStreamIsCapturing", self.handle(raw))[0])
 
@@ -111,8 +108,11 @@ class CudaDriver:
         """Status, id, graph, dependencies, ... The tuple grew at its end with cuda-bindings 13."""
         return self._call("cuStreamGetCaptureInfo", self.handle(raw))
 
-    def members(self, raw: int, candidates: Mapping[int, torch.cuda.Stream]) -> list[torch.cuda.Stream]:
-        """Full information costs more, so the cheap question comes first."""
+    def forked_into(self, raw: int, candidates: Mapping[int, torch.cuda.Stream]) -> list[torch.cuda.Stream]:
+        """Full information costs more, so the cheap question comes first.
+
+        A stream that answers with an error counts as capturing, and raises when it is asked for more.
+        """
         answer = ctypes.c_int()
         ask, pointers, into = self._is_capturing, self._pointers, ctypes.byref(answer)
         capturing = [other for other in candidates if ask(pointers[other], into) or answer.value]
@@ -195,9 +195,10 @@ class TorchDriver:
         """One of torch's fixed set: private only as long as the program uses fewer than 32."""
         return torch.cuda.Stream()
 
-    def handle(self, raw: int) -> Any:
+    @property
+    def handle(self) -> Callable[[int], Any]:
         """The raw handle."""
-        return raw
+        return int
 
     def _stream(self, raw: int) -> torch.cuda.Stream:
         return torch.cuda.ExternalStream(raw) if raw else torch.cuda.default_stream()
@@ -207,7 +208,7 @@ class TorchDriver:
         with torch.cuda.stream(self._stream(raw)):
             return torch.cuda.is_current_stream_capturing()
 
-    def members(self, raw: int, candidates: Mapping[int, torch.cuda.Stream]) -> list[torch.cuda.Stream]:
+    def forked_into(self, raw: int, candidates: Mapping[int, torch.cuda.Stream]) -> list[torch.cuda.Stream]:
         """All candidates that are capturing: with captures in other threads too many."""
         return [stream for other, stream in candidates.items() if other != raw and self.is_valid(other)]
 

@@ -4,6 +4,7 @@ It is for tests, CI and debugging, on the CPU, and on CUDA tensors in `mode="deb
 streams and the reuse of pool memory, and it cannot see kernels that bypass the dispatcher.
 """
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -15,7 +16,7 @@ from segcapture.ambient import Ambient
 from segcapture.backends.tape import Recorder, Tape
 from segcapture.backends.triton_launches import launches_refused
 from segcapture.ownership import storage_id
-from segcapture.replay import Program, Step, Watch, eager_step, graph_step
+from segcapture.replay import Program, Step, Watch, base_ambient, eager_step, graph_step, under
 from segcapture.segments import EagerSegment, GraphSegment, Segment
 
 
@@ -130,17 +131,9 @@ class EmulatedBackend:
 
     def replayer(self, segments: Sequence[Segment], watch: Watch | None = None) -> Callable[[], None]:
         """The replay loop. Eager segments run in the ambient state of the first one's capture."""
-        base = next((s.ambient for s in segments if isinstance(s, EagerSegment)), None)
+        base = base_ambient(segments)
         program = Program(segments, [_step(segment, base, watch) for segment in segments], watch)
-
-        def replay() -> None:
-            if base is None or base.is_current():
-                program.run(None)
-            else:
-                with base.entered():
-                    program.run(None)
-
-        return replay
+        return under(base, functools.partial(program.run, None))
 
 
 def _step(segment: Segment, base: Ambient | None = None, watch: Watch | None = None) -> Step:

@@ -7,9 +7,9 @@ import torch
 
 from segcapture.ambient import Ambient
 from segcapture.backends.driver import Launch
+from segcapture.backends.forks import ordered
 from segcapture.backends.kernels import nodes_of
-from segcapture.backends.pool import OwnedGraph
-from segcapture.backends.streams import ordered
+from segcapture.backends.pool import OwnedGraph, call_boxed
 from segcapture.replay import Around, Step, Watch, eager_step, graph_step
 from segcapture.segments import EagerSegment, Segment
 
@@ -45,10 +45,7 @@ def _prepared_launch(box: list[torch.cuda.CUDAGraph]) -> Launch:
     """Through torch, which sets seed and offset of the graph's random numbers before each launch."""
 
     def launch(stream: Any) -> tuple[int]:
-        try:
-            box[0].replay()
-        except BaseException as error:
-            raise error.with_traceback(None)  # noqa: B904  (torch's frame would keep the graph)
+        call_boxed(box, "replay")
         return (0,)
 
     return launch

@@ -10,12 +10,20 @@ from typing import Any
 import torch
 
 from segcapture.backends.driver import Driver
+from segcapture.backends.lanes import Lane, free_lane, lane_of
 from segcapture.backends.pool_memory import PoolId, segments_of
-from segcapture.backends.streams import Lane, free_lane, lane_of
 from segcapture.errors import CaptureStateError
 from segcapture.state import state
 
 _registry_lock = threading.RLock()
+
+
+def call_boxed(box: list[torch.cuda.CUDAGraph], method: str, *args: Any, **kwargs: Any) -> None:
+    """Call a method of a graph whose frames an exception does not keep: they would keep the graph."""
+    try:
+        getattr(box[0], method)(*args, **kwargs)
+    except BaseException as error:
+        raise error.with_traceback(None)  # noqa: B904  (the same exception)
 
 
 class OwnedGraph:
@@ -47,11 +55,8 @@ class OwnedGraph:
             self.call("capture_begin", pool=pool_id, capture_error_mode=error_mode)
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> None:
-        """Call a method of torch's object, whose frames an exception does not keep: they keep the graph."""
-        try:
-            getattr(self._box[0], method)(*args, **kwargs)
-        except BaseException as error:
-            raise error.with_traceback(None)  # noqa: B904  (the same exception)
+        """Call a method of torch's object."""
+        call_boxed(self._box, method, *args, **kwargs)
 
     def hand_over(self) -> list[torch.cuda.CUDAGraph]:
         """The box, for another owner."""

@@ -2,11 +2,13 @@
 
 import bisect
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+
+from segcapture.bridges import unbridgeable
 
 PoolId = Any  # (int, int): torch's stubs make a type of their own of it
 
@@ -25,12 +27,12 @@ def allocating_from(pool_id: PoolId, device: torch.device) -> Iterator[None]:
 def segments_of(pool_id: PoolId) -> list[dict[str, Any]]:
     """The ranges of memory that a pool has reserved, and the blocks in them.
 
-    torch (2.11: THCPModule_memorySnapshot) takes a reference of each number of the id that nobody gave
-    it. Numbers above 256 are objects that die, so from the 257th pool on that corrupts memory. It gets one
-    of its own here; a torch that does not take it leaks one number for each pool.
+    torch (2.11: THCPModule_memorySnapshot) takes a reference to each item of the id that nobody gave it.
+    Numbers above 256 are objects that die, so from the 257th pool on that corrupts memory. It gets one of
+    its own here; a torch that does not take it leaks one number for each pool.
     """
-    for number in pool_id:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(number))
+    for item in (*pool_id, True):  # later versions pass `include_traces` on with them
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(item))
     found: list[dict[str, Any]] = torch.cuda.memory_snapshot(pool_id)
     return found
 
@@ -51,17 +53,17 @@ class PoolMemory:
         self._id = pool_id
         self._device = device
         self._keeper = keeper
-        self._reserved = -1
         self._elsewhere: set[int] = set()
-        self._starts: list[int] = []
-        self._ends: list[int] = []
+        self._reserved = self._bytes_reserved()
+        segments = segments_of(pool_id)
+        self._pool = _ranges_of(segments)
         # Active now means of an earlier capture or owner: those blocks may be freed under us.
-        self._foreign = {
-            block["address"]
-            for segment in segments_of(pool_id)
-            for block in segment["blocks"]
+        blocks = (block for segment in segments for block in segment["blocks"])
+        self._foreign = _Ranges(
+            (block["address"], block["address"] + block["size"])
+            for block in blocks
             if block["state"] != "inactive"
-        }
+        )
         self._storages: dict[int, Any] = {}
 
     def forget_break(self) -> None:
@@ -77,7 +79,7 @@ class PoolMemory:
         """A non-owning alias of a plain tensor that was allocated from the pool in this capture."""
         if (
             type(tensor) is not torch.Tensor
-            or tensor.layout is not torch.strided
+            or unbridgeable(tensor)
             or tensor.device != self._device
             or tensor.is_conj()
             or tensor.is_neg()
@@ -108,30 +110,42 @@ class PoolMemory:
         return alias
 
     def _in_pool(self, pointer: int) -> bool:
-        if self._contains(pointer):
+        if pointer in self._pool:
             return True
         if pointer not in self._elsewhere:
             self._look_if_grown()
-            if self._contains(pointer):
+            if pointer in self._pool:
                 return True
             # Should the pool get this very address later, its tensor is kept strongly: that costs memory,
             # and nothing else.
             self._elsewhere.add(pointer)
         return False
 
-    def _contains(self, pointer: int) -> bool:
+    def _look_if_grown(self) -> None:
+        # A snapshot costs 175 us and the statistics 12: look again only when memory was added.
+        reserved = self._bytes_reserved()
+        if reserved != self._reserved:
+            self._reserved = reserved
+            self._pool = _ranges_of(segments_of(self._id))
+
+    def _bytes_reserved(self) -> int:
+        """Of the whole device."""
+        found: int = torch._C._cuda_memoryStats(self._device.index)["reserved_bytes"]["all"]["current"]
+        return found
+
+
+class _Ranges:
+    """Addresses from the first to before the last of each pair."""
+
+    def __init__(self, pairs: Iterable[tuple[int, int]]) -> None:
+        ordered = sorted(pairs)
+        self._starts = [start for start, _ in ordered]
+        self._ends = [end for _, end in ordered]
+
+    def __contains__(self, pointer: int) -> bool:
         at = bisect.bisect_right(self._starts, pointer) - 1
         return at >= 0 and pointer < self._ends[at]
 
-    def _look_if_grown(self) -> None:
-        # A snapshot costs 175 us and the statistics 12: look again only when memory was added.
-        reserved = torch._C._cuda_memoryStats(self._device.index)["reserved_bytes"]["all"]["current"]
-        if reserved == self._reserved:
-            return
-        self._reserved = reserved
-        ranges = sorted(
-            (segment["address"], segment["address"] + segment["total_size"])
-            for segment in segments_of(self._id)
-        )
-        self._starts = [start for start, _ in ranges]
-        self._ends = [end for _, end in ranges]
+
+def _ranges_of(segments: Iterable[dict[str, Any]]) -> _Ranges:
+    return _Ranges((s["address"], s["address"] + s["total_size"]) for s in segments)

@@ -140,8 +140,8 @@ class Entry:
             for tensor in self._inputs.tensors:
                 if tensor.device.type != "cpu":
                     tensor.record_stream(torch.accelerator.current_stream(tensor.device))
-        self._inputs = self._outputs = None
-        self.capture.reset()
+            self._inputs = self._outputs = None
+            self.capture.reset()
 
     def stats(self) -> SignatureStats:
         """For people."""

@@ -18,7 +18,7 @@ WHOLE = "a boundary, with its function"
 PARTS: list[tuple[str, Any, str]] = [
     (WHOLE, recording.Recording, "record_break"),
     ("of it: torch begins, ends, instantiates and first launches the graph", OwnedGraph, "call"),
-    ("of it: which of torch's 128 streams are forked", CudaDriver, "members"),
+    ("of it: which of torch's 128 streams are forked", CudaDriver, "forked_into"),
     ("of it: joining by the nodes of the graph", CudaDriver, "join"),
     ("of it: keeping the arguments", RecordedCall, "record"),
     ("of it: analysing the output", recording, "plan"),

@@ -1,0 +1,79 @@
+"""Side streams: those that are forked into a capture, and their order around a break (contract C6)."""
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from segcapture.backends.driver import Driver
+
+_PRIORITIES = (0, -1, -2, -3)
+_STREAMS_PER_PRIORITY = 32
+
+_torch_streams: dict[int, dict[int, torch.cuda.Stream]] = {}
+_lock = threading.Lock()
+
+
+def torch_streams(device: torch.device) -> dict[int, torch.cuda.Stream]:
+    """Every stream that torch hands out on a device, by raw handle: it takes them from a fixed set."""
+    assert device.index is not None
+    with _lock:
+        if device.index not in _torch_streams:
+            made = [
+                torch.cuda.Stream(device, priority=priority)
+                for priority in _PRIORITIES
+                for _ in range(_STREAMS_PER_PRIORITY)
+            ]
+            _torch_streams[device.index] = {s.cuda_stream: s for s in made}
+        return _torch_streams[device.index]
+
+
+class Forks:
+    """The side streams that are forked into one capture."""
+
+    def __init__(self, main: torch.cuda.Stream, device: torch.device, driver: Driver) -> None:
+        self._main = main
+        self._driver = driver
+        self._candidates = torch_streams(device)
+        self.streams: tuple[torch.cuda.Stream, ...] = ()
+        self.current: torch.cuda.Stream | None = None
+        """The stream that is current in the user's code, if it is not the capture's own."""
+
+    def join(self) -> int:
+        """Find the forked streams and join them all, before a segment ends; returns its node count."""
+        raw = self._main.cuda_stream
+        candidates = self._candidates
+        self.current = None
+        if torch._C._cuda_getCurrentRawStream(self._main.device_index) != raw:
+            self.current = torch.cuda.current_stream()
+        # Streams from outside of torch are found while they are current, and remembered.
+        strangers = self.streams if self.current is None else (*self.streams, self.current)
+        if strangers:
+            candidates = {**candidates, **{s.cuda_stream: s for s in strangers}}
+        self.streams = tuple(self._driver.forked_into(raw, candidates))
+        return self._driver.join(raw, self.streams)
+
+    def fork(self) -> None:
+        """Fork them into the capture again: after a segment began."""
+        for stream in self.streams:
+            stream.wait_stream(self._main)
+
+    def crossing(self) -> tuple[torch.cuda.Stream, ...]:
+        """The streams whose order with the main one an eager function may rely on."""
+        known = {s.cuda_stream: s for s in self.streams}
+        if self.current is not None:
+            known[self.current.cuda_stream] = self.current
+        return tuple(known.values())
+
+
+@contextmanager
+def ordered(main: torch.cuda.Stream, sides: Sequence[torch.cuda.Stream]) -> Iterator[None]:
+    """Around an eager function: work on side streams comes after `main`'s, and `main` goes on after it."""
+    for stream in sides:
+        stream.wait_stream(main)
+    try:
+        yield
+    finally:
+        for stream in sides:
+            main.wait_stream(stream)
