@@ -15,6 +15,7 @@ from segcapture.memory import (
     repeats_alike,
     same_memory,
 )
+from segcapture.ownership import own_alias
 
 _ALIGNMENT = 256  # bytes; what the CUDA allocator's blocks have, and vectorised kernels may ask for
 
@@ -48,6 +49,7 @@ class Bridges:
         self._sources: list[torch.Tensor] = []
         self._spans: list[tuple[int, int]] = []  # the addresses of each bridge
         self.targets: list[torch.Tensor] = []
+        self._kept: list[torch.Tensor] = []
 
     def __len__(self) -> int:
         return len(self.nodes)
@@ -83,7 +85,11 @@ class Bridges:
                 copy_into(made[i], tensor)
         for i in range(len(sources)):
             alias = self._memory.alias(made[i])
-            self.targets.append(made[i] if alias is None else alias)
+            if alias is None:
+                # Another object than the model's, which may change the shape of its own in place.
+                alias = own_alias(made[i])
+                self._kept.append(made[i])
+            self.targets.append(alias)
         self._compile(on_host, storages)
         return {self.nodes[i]: made[i] for i in range(len(sources))}
 

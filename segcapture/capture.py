@@ -89,6 +89,8 @@ class BreakableCUDAGraphCapture(Inspection):
         self.name = name
         if isinstance(breaks, str):
             raise ValueError(f"breaks takes a collection of names or a predicate, got the string {breaks!r}")
+        if breaks is not None and not callable(breaks):
+            breaks = frozenset(breaks)
         full = self.mode == "full"
         self._options = Options(
             breaks, OperatorBreaks(() if full else break_on), barrier, execute, full, check

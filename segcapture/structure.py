@@ -5,6 +5,8 @@ Known containers are tuples, NamedTuples, lists, dicts and their subclasses (Hug
 attributes. A plain object is walked one level; modules and everything unknown are opaque leaves.
 """
 
+import collections
+import collections.abc
 import dataclasses
 import enum
 import json
@@ -28,6 +30,14 @@ _OPAQUE = (
     types.FunctionType,
     types.MethodType,
     types.BuiltinFunctionType,
+)
+_HOLDERS = (
+    collections.deque,
+    set,
+    frozenset,
+    types.MappingProxyType,
+    collections.abc.KeysView,
+    collections.abc.ValuesView,
 )
 _SCALAR = (str, bytes, int, float, complex, torch.Size, types.NoneType)
 
@@ -129,19 +139,55 @@ def replace_items(nodes: list[Node], replacements: dict[int, Any]) -> Any:
     Mutable containers and records change in place (a frozen record too: it was made by the function
     a moment ago, and nobody else has seen it); tuples are rebuilt as what they are.
     """
-    current = dict(replacements)
-    for index in range(len(nodes) - 1, -1, -1):
-        node = nodes[index]
-        if index not in current or node.parent < 0:
-            continue
-        parent = nodes[node.parent]
-        if isinstance(parent.value, tuple):
-            items = list(current.get(node.parent, parent.value))
-            items[node.key] = current[index]
-            current[node.parent] = _make_tuple(type(parent.value), items)
-        else:
-            set_item(parent.value, node.key, current[index])
-    return current.get(0, nodes[0].value)
+    if len(nodes) == 1 or not replacements:
+        return replacements.get(0, nodes[0].value)
+    return _Replacing(nodes, replacements).root()
+
+
+class _Replacing:
+    """One rebuilding of an output, in which a container may occur more than once."""
+
+    def __init__(self, nodes: list[Node], replacements: dict[int, Any]) -> None:
+        self._nodes = nodes
+        self._done = dict(replacements)
+        self._contents: dict[int, list[int]] = {}
+        for index, node in enumerate(nodes):
+            self._contents.setdefault(node.parent, []).append(index)
+        self._later: list[tuple[Any, Any, int]] = []
+        """Container, key and index of a tuple that is in itself, through the container."""
+
+    def root(self) -> Any:
+        root = self._value(0)
+        for container, key, index in self._later:
+            set_item(container, key, self._done[index])
+        return root
+
+    def _value(self, index: int) -> Any:
+        node = self._nodes[index]
+        if node.same_as >= 0:
+            index = node.same_as
+        elif index not in self._done:
+            if isinstance(node.value, tuple):
+                self._done[index] = self._rebuilt(index, node)
+            else:
+                self._done[index] = node.value  # before its contents, which may hold it
+                self._update(index, node)
+        return self._done.get(index, node.value)
+
+    def _rebuilt(self, index: int, node: Node) -> Any:
+        inside = self._contents.get(index, ())
+        items = [self._value(i) for i in inside]
+        changed = any(new is not self._nodes[i].value for new, i in zip(items, inside, strict=True))
+        return _make_tuple(type(node.value), items) if changed else node.value
+
+    def _update(self, index: int, node: Node) -> None:
+        for i in self._contents.get(index, ()):
+            item = self._nodes[i]
+            new = self._value(i)
+            if item.same_as >= 0 and item.same_as not in self._done:
+                self._later.append((node.value, item.key, item.same_as))
+            elif new is not item.value:
+                set_item(node.value, item.key, new)
 
 
 def rebuild(value: Any, replace: Callable[[Any], Any]) -> Any:
@@ -158,6 +204,24 @@ def rebuild(value: Any, replace: Callable[[Any], Any]) -> Any:
 def _make_tuple(kind: Any, items: list[Any]) -> Any:
     # The results of `max` and `topk` are struct sequences, which tuple.__new__ refuses.
     return kind(items) if hasattr(kind, "n_sequence_fields") else tuple.__new__(kind, items)
+
+
+def out_of_reach(value: Any) -> str | None:
+    """What holds tensors in a container or leaf that `walk` does not find: an attribute, its items, or None.
+
+    A subclass of list, tuple or dict may have attributes, a record such that are no fields.
+    """
+    if isinstance(value, _HOLDERS):
+        items = value.values() if isinstance(value, types.MappingProxyType) else value
+        return "its items" if any(isinstance(item, torch.Tensor) for item in items) else None
+    attributes = getattr(value, "__dict__", None)
+    if not attributes or not (isinstance(value, tuple | list | dict) or _is_record(value)):
+        return None
+    found = {id(item) for _, _, item in children(value) or ()}
+    for name, item in attributes.items():
+        if id(item) not in found and any(isinstance(node.value, torch.Tensor) for node in walk(item)):
+            return f"its attribute `{name}`"
+    return None
 
 
 def set_item(container: Any, key: Any, value: Any) -> None:

@@ -9,10 +9,10 @@ import attrs
 import torch
 
 from segcapture.bridges import Bridges, Memory, check_layout, check_repeats, unbridgeable
-from segcapture.errors import FrozenValueWarning, OutputMismatchError
+from segcapture.errors import CaptureFailedError, FrozenValueWarning, OutputMismatchError
 from segcapture.memory import Sharing, copy_into, same_memory
 from segcapture.ownership import fresh_nodes, own_alias, owned_by_us_alone, storage_id
-from segcapture.structure import Node, replace_items, set_item, walk
+from segcapture.structure import Node, out_of_reach, replace_items, set_item, walk
 
 Store = Callable[[Any], None]
 
@@ -154,6 +154,7 @@ class Writeback:
             old_type = self._types[index]
             same_kind = (
                 old.path == new.path
+                and _same_key(old.key, new.key)
                 and old.container == new.container
                 and old.same_as == new.same_as
                 and (not old.container or old_type is type(new.value))
@@ -176,13 +177,13 @@ class Writeback:
             )
 
     def _update_value(self, index: int, old: Node, new: Any, container: Any) -> None:
-        if _equal(old.value, new):
+        if old.value is new:
             return
         captured = self._nodes[old.parent].value if old.parent in self._updates else None
         if captured is not None and (captured is container or old.parent in self._owned):
             set_item(captured, old.key, new)
             old.value = new
-        elif index not in self._warned:
+        elif index not in self._warned and not _equal(old.value, new):
             self._warned.add(index)
             warnings.warn(
                 f"{self.where} returned {new!r} at `{old.path}`, and {old.value!r} at capture. Later "
@@ -206,14 +207,17 @@ def _containers_to_update(nodes: list[Node]) -> set[int]:
 
 
 def _equal(old: Any, new: Any) -> bool:
-    if old is new:
-        return True
     if type(old) is not type(new):
         return False
     try:
-        return bool(old == new)
+        return bool(old == new or (old != old and new != new))  # nan
     except Exception:
         return False
+
+
+def _same_key(old: Any, new: Any) -> bool:
+    """Keys of one `repr` may be different ones."""
+    return old is new or (type(old) is type(new) and _equal(old, new))
 
 
 def _describe_type(kind: type) -> str:
@@ -234,9 +238,17 @@ def plan(
 
     Raises:
         CaptureFailedError: a fresh output is a tensor that cannot be bridged (a subclass, a sparse or
-            quantized tensor).
+            quantized tensor), or the output holds tensors where they are not found (in a set, say).
     """
     leaves = [i for i, node in enumerate(nodes) if isinstance(node.value, torch.Tensor)]
+    for node in nodes:
+        unreached = None if isinstance(node.value, torch.Tensor) else out_of_reach(node.value)
+        if unreached is not None:
+            raise CaptureFailedError(
+                f"{where} returned a {type(node.value).__qualname__} at `{node.path}`, in which {unreached} "
+                f"cannot be written back, and holds a tensor. Return the tensor in a tuple, list, dict, or a "
+                f"field of the class."
+            )
     # The common break that returns nothing needs no look at its arguments.
     arguments = list(arguments) if leaves else []
     fresh = fresh_nodes(nodes, arguments) if len(nodes) > 1 or leaves else set()

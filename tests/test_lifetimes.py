@@ -447,10 +447,12 @@ def test_torch_frees_the_workspaces_of_cublas(cuda, warmed_up):
     """As torch.compile does when it records CUDA graphs: the addresses in our graphs stay ours."""
 
     def model(a, b):
-        return torch.relu(scale_by_two(a @ b) @ b.T) @ b
+        h = torch.relu(scale_by_two(a @ b) @ b.T)
+        return torch.nn.functional.linear(h, weight, bias)  # by cuBLASLt
 
     scale_by_two = eager_break_during_capture(lambda t: t * 2, name="scale_by_two")
     a, b = (cuda.tensor(*shape).bfloat16() for shape in ((16, 8192), (8192, 64)))  # a split sum needs one
+    weight, bias = b.T.contiguous(), cuda.tensor(64).bfloat16()
     before = process_state()
     torch._C._cuda_clearCublasWorkspaces()
     with torch.no_grad():

@@ -178,6 +178,58 @@ def test_a_break_called_while_a_side_stream_is_current(cuda, x):
     assert all(seen)
 
 
+def test_an_output_that_is_carried_on_a_side_stream(cuda):
+    """The next segment waits at capture too until its bridge is filled."""
+    side = torch.cuda.Stream()
+    x = torch.ones(1 << 26, device="cuda")  # a copy of 256 MiB takes a while
+
+    @eager_break_during_capture
+    def on_side(t):
+        out = t + 1
+        spin()
+        return out
+
+    def f(t):
+        main = torch.cuda.current_stream()
+        y = t * 2
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            z = on_side(y)
+        main.wait_stream(side)
+        return z[-4:] + z[:4]
+
+    check(cuda, f, lambda t: t[:4] * 4 + 2, x)
+
+
+def test_a_nested_replay_on_another_stream_is_waited_for(cuda, x):
+    """Of one pool: what comes after the function that replays comes after the replay, at capture too."""
+    other = torch.cuda.Stream()
+    static, total = torch.ones(N, device="cuda"), torch.zeros(N, device="cuda")
+    with torch.no_grad(), cuda.capture() as inner:
+        spin()
+        total.add_(static)
+        plus_one(total)
+
+    @eager_break_during_capture
+    def replays():
+        with torch.cuda.stream(other):
+            inner.replay()  # not joined by hand
+
+    with torch.no_grad(), cuda.capture(pool=inner.pool) as g:
+        static.mul_(1)
+        replays()
+        seen = total * 1
+    torch.cuda.synchronize()
+    assert torch.equal(seen, torch.full_like(seen, 2))
+    for k in range(3):
+        g.replay()
+        with torch.cuda.stream(other):
+            inner.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(seen, torch.full_like(seen, 3 + 2 * k))
+        assert torch.equal(total, torch.full_like(total, 4 + 2 * k))
+
+
 def test_work_that_an_eager_function_leaves_on_a_forked_stream(cuda, x):
     """Where forks cross the break, the next segment waits for it."""
     side = torch.cuda.Stream()

@@ -38,7 +38,8 @@ class Workspace:
         # Without the release that belongs to it: the pool stays open.
         torch._C._cuda_beginAllocateCurrentThreadToPool(device.index, self.pool)
         torch._C._cuda_endAllocateToPool(device.index, self.pool)
-        self._one, self._out = (torch.ones(16, 16, device=device) for _ in range(2))
+        with torch.inference_mode(False):
+            self._one, self._out = (torch.ones(16, 16, device=device, dtype=torch.float32) for _ in range(2))
 
     def prepare(self) -> None:
         """Make those that the current stream still lacks, for the calling thread's cuBLAS handle."""

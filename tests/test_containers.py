@@ -1,0 +1,206 @@
+"""Containers of an output that are not ordinary: met twice, with odd keys, with hidden tensors (C4)."""
+
+import dataclasses
+import types
+import warnings
+from collections import deque
+
+import pytest
+import torch
+from transformers.utils import ModelOutput
+
+from segcapture import CaptureFailedError, FrozenValueWarning, OutputMismatchError, eager_break_during_capture
+
+
+def twice_in_a_dict(h):
+    pair = (h + 1, 7)
+    return {"present": pair, "cache": [pair, (pair, h)]}
+
+
+def twice_in_a_tuple(h):
+    pair = (h + 1,)
+    return pair, (pair, pair)
+
+
+def in_itself(h):
+    items = [h * 3]
+    pair = (items, h + 1)
+    items.append(pair)
+    return pair
+
+
+TWICE = {
+    "dict": (twice_in_a_dict, lambda o: (o["present"][0], o["cache"][0][0], o["cache"][1][0][0])),
+    "tuple": (twice_in_a_tuple, lambda o: (o[0][0], o[1][0][0], o[1][1][0])),
+    "in itself": (in_itself, lambda o: (o[0][0], o[1], o[0][1][1], o[0][1][0][0])),
+}
+
+
+@pytest.mark.parametrize("name", TWICE)
+@pytest.mark.parametrize("check", [False, True])
+def test_a_tuple_that_occurs_more_than_once(backend, name, check):
+    """Every occurrence holds the bridges, and is one object as in the output."""
+    make, leaves = TWICE[name]
+    made = eager_break_during_capture(make, name="made")
+
+    def model(x):
+        return sum(leaves(made(x * 2)))
+
+    backend.check(model, [backend.tensor(4)], "geg", check=check)
+    with torch.no_grad(), backend.capture() as g:
+        out = made(backend.tensor(4))
+    assert len({id(leaf) for leaf in leaves(out)}) == len({id(leaf) for leaf in leaves(make(torch.ones(2)))})
+    del g
+
+
+class Named:
+    """Keys of one repr."""
+
+    def __repr__(self):
+        return "Named()"
+
+
+def test_keys_of_one_repr_in_another_order(backend):
+    """They have one path, and are told apart."""
+    q, k = Named(), Named()
+    swapped = [False]
+
+    @eager_break_during_capture
+    def made(h):
+        return {k: h * 10, q: h + 1} if swapped[0] else {q: h + 1, k: h * 10}
+
+    def model(x):
+        out = made(x * 2)
+        return out[q] - out[k]
+
+    x = backend.tensor(4)
+    g = backend.check(model, [x], "geg")
+    swapped[0] = True
+    with torch.no_grad(), pytest.raises(OutputMismatchError, match="structure"):
+        g.replay()
+
+
+class Equal:
+    """All are equal."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def __eq__(self, other):
+        return isinstance(other, Equal)
+
+    __hash__ = None
+
+
+@pytest.mark.parametrize("box", [lambda v: v, Equal], ids=["signed zero", "equal objects"])
+def test_a_value_that_only_seems_equal_is_written_back(backend, box):
+    """`==` says nothing about what a later function reads."""
+
+    @eager_break_during_capture
+    def made(h, signs=iter([1, -1, 1, -1])):  # noqa: B008  (one for all calls)
+        return {"t": h + 1, "z": box(0.0 * next(signs))}
+
+    @eager_break_during_capture
+    def use(out):
+        z = out["z"].value if isinstance(out["z"], Equal) else out["z"]
+        return torch.copysign(out["t"].abs() + 1, torch.tensor(z, device=out["t"].device))
+
+    x = backend.tensor(4)
+    with torch.no_grad(), backend.capture() as g:
+        out = use(made(x * 2)) * 1
+    for sign in (-1, 1, -1):
+        g.replay()
+        assert torch.equal(out, sign * ((x * 2 + 1).abs() + 1))
+
+
+def test_nan_is_what_it_was(backend):
+    """A bare nan does not warn that it was another one."""
+
+    @eager_break_during_capture
+    def made(h):
+        return h + 1, float("nan")
+
+    x = backend.tensor(4)
+    with torch.no_grad(), backend.capture() as g:
+        made(x * 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FrozenValueWarning)
+        g.replay()
+
+
+@dataclasses.dataclass
+class Data:
+    """With an attribute that is no field."""
+
+    a: torch.Tensor
+
+    def __post_init__(self):
+        self.double = self.a * 2
+
+
+class Items(list):
+    """A list that can have attributes."""
+
+
+class Pair(tuple):
+    """A tuple that can have attributes."""
+
+
+def with_attribute(kind, h):
+    made = kind([h + 1])
+    made.mask = h * 2
+    return made
+
+
+HIDDEN = {
+    "dataclass": (lambda h: Data(h + 1), r"its attribute `double`"),
+    "list": (lambda h: {"k": with_attribute(Items, h)}, r'at `out\["k"\]`, in which its attribute `mask`'),
+    "tuple": (lambda h: with_attribute(Pair, h), r"its attribute `mask`"),
+    "deque": (lambda h: (h, deque([h + 1])), r"deque at `out\[1\]`, in which its items"),
+    "set": (lambda h: [{h + 1}], r"set at `out\[0\]`, in which its items"),
+    "mapping": (lambda h: types.MappingProxyType({"k": h + 1}), r"mappingproxy at `out`, in which its items"),
+    "values": (lambda h: {"k": h + 1}.values(), r"dict_values at `out`, in which its items"),
+}
+
+
+@pytest.mark.parametrize("name", HIDDEN)
+def test_a_tensor_that_cannot_be_reached_is_refused(backend, name):
+    """Not silently stale; the next capture works."""
+    make, message = HIDDEN[name]
+    made = eager_break_during_capture(make, name="made")
+    x = backend.tensor(4)
+    with pytest.raises(CaptureFailedError, match=message), torch.no_grad(), backend.capture():
+        made(x * 2)
+    backend.check(lambda t: t * 2, [x], "g")
+
+
+class Output(ModelOutput):
+    """What Hugging Face models return: its attributes are its items."""
+
+
+def test_attributes_that_are_items_are_no_others(backend):
+    """A ModelOutput has each tensor in both places."""
+
+    @dataclasses.dataclass
+    class Of(Output):
+        logits: torch.Tensor | None = None
+        cache: torch.Tensor | None = None
+
+    made = eager_break_during_capture(lambda h: Of(logits=h + 1, cache=h * 3), name="made")
+
+    def model(x):
+        out = made(x * 2)
+        return out.logits + out["cache"]
+
+    backend.check(model, [backend.tensor(4)], "geg")
+
+
+@pytest.mark.parametrize("change", [torch.Tensor.t_, lambda t: t.unsqueeze_(0)], ids=["t_", "unsqueeze_"])
+def test_a_bridge_whose_shape_is_changed_in_place(backend, change):
+    """The model's tensor is its own; values go to where it read them."""
+    made = eager_break_during_capture(lambda h: h + 1, name="made")
+
+    def model(x):
+        return change(made(x * 2)) * 1
+
+    backend.check(model, [backend.tensor(3, 3)], "geg")
