@@ -134,8 +134,9 @@ class Lane:
                     self.workspace.prepare()
                     yield
             finally:
+                self.running, self.free = around, chosen
                 outer.wait_stream(stream)
-                self.last, self.running, self.free = outer.cuda_stream, around, chosen
+                self.last = outer.cuda_stream
                 self.move_back()
 
 
