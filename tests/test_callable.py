@@ -5,6 +5,7 @@ import logging
 import os
 import pickle
 import threading
+from collections import deque
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -1087,6 +1088,377 @@ def test_modes_are_passed_on(emulated):
     g = GraphedCallable(lambda x: rescale(x), device="cpu", breaks=[], warmup=0, on_error="eager")
     g(emulated.tensor(3))
     assert state_of(g) == {"eager": 1, "failures": 1}
+
+
+# What reaches the caller, and what does not
+
+
+def halved_until_small(x):
+    """Calls itself from a break, through whatever serves it."""
+    return descend(x * 1) + x
+
+
+@eager_break_during_capture
+def descend(h):
+    return served_recursion[0](h / 100) if h[0] > 10 else h + 1
+
+
+served_recursion = [halved_until_small]
+
+
+def test_a_call_from_inside_of_the_function_is_a_plain_one(backend):
+    """At warm-up, capture and replay, as the static inputs are in use; the outer result is right."""
+    g = graphed(backend, halved_until_small, warmup=1)
+    for value in (50.0, 60.0, 5.0, 5000.0, 70.0):
+        x = torch.full((1,), value, device=backend.device)
+        served_recursion[0] = halved_until_small
+        expected = halved_until_small(x)
+        served_recursion[0] = g
+        assert torch.equal(g(x), expected)
+    served_recursion[0] = halved_until_small
+    assert state_of(g) == {"warmups": 1, "captures": 1, "replays": 3, "eager": 5}
+    assert g.stats().calls == 10
+
+
+def test_static_inputs_in_each_others_place(backend):
+    """They are read before they are overwritten, and hold after the call what eager would leave there."""
+
+    def fn(a, b):
+        a.mul_(2)
+        return a - b
+
+    g = graphed(backend, fn, warmup=0)
+    x = backend.tensor(3)
+    g(x.clone(), x.clone())
+    (a, b), _ = g.static_arguments(x.clone(), x.clone())
+    other = backend.tensor(3, seed=5)
+    for first, second in ((b, a), (other, a), (b, other), (a, b)):
+        a.fill_(1)
+        b.fill_(5)
+        plain = {id(t): t.clone() for t in (a, b, other)}
+        expected = fn(plain[id(first)], plain[id(second)])
+        assert torch.equal(g(first, second), expected)
+        for t in (first, second):
+            assert torch.equal(t, plain[id(t)])
+
+
+@pytest.mark.parametrize(
+    "view",
+    [torch.conj, lambda x: x.mH, lambda x: torch._neg_view(x), lambda x: torch._neg_view(x[:1]).conj()],
+)
+@pytest.mark.parametrize("given_conj", [False, True])
+def test_conjugated_views_of_an_argument_come_back_as_such(backend, view, given_conj):
+    """And still share memory with the argument."""
+    g = graphed(backend, view, warmup=0)
+    for seed in range(3):
+        x = torch.complex(backend.tensor(2, 2, seed=seed), backend.tensor(2, 2, seed=seed + 9))
+        x = x.conj() if given_conj else x
+        found, expected = g(x), view(x)
+        assert torch.equal(found, expected)
+        assert found.data_ptr() == expected.data_ptr()
+        assert found.is_conj() is expected.is_conj()
+
+
+def test_an_output_that_is_passed_back_without_clones(backend):
+    """Read, it is served; written to or returned, it would be overwritten, and a clone is asked for."""
+    x = backend.tensor(2)
+    reads = graphed(backend, lambda x: x * 2, warmup=0, clone_outputs=False)
+    out, expected = x, x
+    for _ in range(4):
+        out, expected = reads(out), expected * 2
+        assert torch.equal(out, expected)
+    for fn in (lambda x: (x * 2, x.add_(1) * 1)[0], lambda x: (x * 2, x), lambda x: (x * 2, x[:1])):
+        g = graphed(backend, fn, warmup=0, clone_outputs=False)
+        first = g(x.clone())
+        out = first if isinstance(first, torch.Tensor) else first[0]
+        before = out.clone()
+        with pytest.raises(CaptureFailedError, match="an output of an earlier call.*clone of it"):
+            g(out)
+        assert torch.equal(out, before)
+        assert_same(g(out.clone()), fn(before.clone()))
+
+
+@pytest.mark.parametrize("warmup", [0, 1])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x.t_(),
+        lambda x: x.unsqueeze_(0),
+        lambda x: x.resize_(1, 2),
+        lambda x: x.set_(torch.zeros_like(x)),
+    ],
+)
+def test_arguments_that_change_their_shape_or_memory_are_refused(backend, warmup, change):
+    """No replay would do that to the caller's tensor; what is undone again is served."""
+
+    def fn(x):
+        change(x)
+        return torch.ones(2, device=x.device)
+
+    with pytest.raises(CaptureFailedError, match=r"`args\[0\]`.*(stride|shape|address)"):
+        graphed(backend, fn, warmup=warmup)(backend.tensor(2, 2))
+    g = graphed(backend, lambda x: (x.t_() * 1, x.t_())[0], warmup=warmup)
+    for seed in range(3):
+        x = backend.tensor(2, 3, seed=seed)
+        assert torch.equal(g(x), x.t())
+
+
+@pytest.mark.parametrize("on_error", ["raise", "eager"])
+def test_an_argument_that_overlaps_a_padded_one_and_is_written_to_is_refused(backend, on_error):
+    """Also where the call that was captured had separate ones."""
+
+    def fn(x, y):
+        y.add_(1)
+        return x * 1
+
+    bucket = Bucket(sizes=(8,), dims={"x": 0}, out=0)
+    g = graphed(backend, fn, bucket=bucket, warmup=1, on_error=on_error)
+    for seed in range(3):
+        x, y = backend.tensor(3, seed=seed), backend.tensor(2, seed=9)
+        assert torch.equal(g(x, y), x)
+        assert torch.equal(y, backend.tensor(2, seed=9) + 1)
+    for _ in range(2):
+        x, mine = backend.tensor(3), backend.tensor(3)
+        if on_error == "eager":
+            assert torch.equal(g(x, x[:2]), fn(mine, mine[:2]))
+            assert torch.equal(x, mine)
+            continue
+        with pytest.raises(CaptureFailedError, match="padded to a bucket and shares memory"):
+            g(x, x[:2])
+        assert torch.equal(x, mine)
+
+
+@pytest.mark.parametrize("guard", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("through", ["itself", "view", "foreach"])
+def test_writes_that_only_some_calls_make_reach_the_caller(backend, guard, through):
+    """A break that writes to an argument now and then, not at capture."""
+
+    @eager_break_during_capture
+    def count(h, total):
+        if h[0] > 0:
+            writes = {
+                "itself": lambda: total.add_(1),
+                "view": lambda: total[:1].add_(1),
+                "foreach": lambda: torch._foreach_add_([total], 1.0),
+            }
+            writes[through]()
+
+    def fn(x, total):
+        count(x * 1, total)
+        return x * 2, total
+
+    g = graphed(backend, fn, warmup=1)
+    with guard():
+        total, expected = torch.zeros(2, device=backend.device), torch.zeros(2, device=backend.device)
+        for value in (-1.0, -1.0, -1.0, 1.0, -1.0, 1.0):
+            x = torch.full((2,), value, device=backend.device)
+            found = g(x, total)
+            assert_same(found, fn(x, expected))
+            assert found[1] is total
+    assert state_of(g) == {"warmups": 1, "captures": 1, "replays": 4}
+
+
+class Nested:
+    """An object that may hold another."""
+
+    def __init__(self, **attributes):
+        vars(self).update(attributes)
+
+
+class Listed(list):
+    """A list that may have attributes."""
+
+
+class Coupled(tuple):
+    """A tuple made from two values."""
+
+    def __new__(cls, left, right):
+        return super().__new__(cls, (left, right))
+
+
+def with_attribute(value, name, content):
+    setattr(value, name, content)
+    return value
+
+
+@pytest.mark.parametrize(
+    ("make", "path"),
+    [
+        (lambda t: deque([t]), "deque at `out`"),
+        (lambda t: [1, {t}], r"set at `out\[1\]`"),
+        (lambda t: Nested(a=Nested(b=[t])), r"Nested at `out\.a`"),
+        (lambda t: (t, with_attribute(Record(1, 2), "extra", t)), r"Record at `out\[1\]`"),
+        (lambda t: {"k": with_attribute(Listed([1]), "extra", t)}, r"Listed at `out\[\"k\"\]`"),
+        (lambda t: {1: t}.values(), "dict_values at `out`"),
+    ],
+)
+def test_outputs_that_hide_a_tensor_are_refused(backend, make, path):
+    """It would be the captured tensor itself; without clones it is what was asked for."""
+    with pytest.raises(CaptureFailedError, match=path):
+        graphed(backend, lambda x: make(x * 2), warmup=0)(backend.tensor(2))
+    graphed(backend, lambda x: make(x * 2), warmup=0, clone_outputs=False)(backend.tensor(2))
+    with pytest.raises(CaptureFailedError, match=path):  # the caller's tensor, as which it cannot come back
+        graphed(backend, lambda x: make(x), warmup=0, clone_outputs=False)(backend.tensor(2))
+
+
+def test_outputs_that_hold_tensors_of_others_are_handed_out(backend):
+    """A table that was there before is nobody's copy."""
+    table = Nested(weights=deque([backend.tensor(2)]))
+    g = graphed(backend, lambda x: Nested(value=x * 2, source=table), warmup=0)
+    for seed in range(3):
+        out = g(backend.tensor(2, seed=seed))
+        assert torch.equal(out.value, backend.tensor(2, seed=seed) * 2)
+        assert out.source is table
+
+
+def test_names_of_keyword_arguments_keep_their_order(backend):
+    """The function sees it in `**kwargs`; that of its own parameters it does not see."""
+
+    def fn(*, first, second, **rest):
+        return torch.cat([first, second, *rest.values()])
+
+    g = graphed(backend, fn, warmup=0)
+    tensors = {name: backend.tensor(1, seed=i) for i, name in enumerate(("first", "second", "b", "a"))}
+    for names in (
+        ("first", "second", "b", "a"),
+        ("first", "b", "second", "a"),
+        ("second", "first", "a", "b"),
+    ):
+        given = {name: tensors[name] for name in names}
+        for _ in range(2):
+            assert torch.equal(g(**given), fn(**given))
+    assert state_of(g) == {"captures": 2, "replays": 4}
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({2}, {2.0}),
+        (frozenset((1,)), frozenset((True,))),
+        ({(1,)}, {(1.0,)}),
+        ({0.0}, {-0.0}),
+        ({(1,): 0}, {(1.0,): 0}),
+    ],
+)
+def test_items_of_sets_tell_signatures_apart(backend, one, other):
+    """By type, though they are equal."""
+    g = graphed(backend, lambda x, items: x + len(repr(items)), warmup=0)
+    x = backend.tensor(2)
+    for _ in range(2):
+        for items in (one, other):
+            assert torch.equal(g(x, copy.copy(items)), x + len(repr(items)))
+    assert state_of(g) == {"captures": 2, "replays": 2}
+
+
+@pytest.mark.parametrize("view", [torch.conj, lambda z: torch._neg_view(z)])
+def test_objects_with_a_conjugated_view_are_another_signature(backend, view):
+    """It has the same address, shape and strides."""
+    base = torch.complex(backend.tensor(2), backend.tensor(2, seed=1))
+    holder = Nested(t=base)
+    g = graphed(backend, lambda holder: holder.t * 2, warmup=0)
+    for t in (base, base, view(base), base):
+        holder.t = t
+        assert torch.equal(g(holder), t * 2)
+
+
+def test_tuples_made_in_a_way_of_their_own(backend):
+    """As arguments and outputs, with their attributes."""
+
+    def fn(pair):
+        return Coupled(pair[0] + pair[1], pair[1] * pair.scale)
+
+    g = graphed(backend, fn, warmup=1)
+    for scale in (2, 2, 2, 3, 3):
+        pair = Coupled(backend.tensor(2, seed=scale), backend.tensor(2, seed=7))
+        pair.scale = scale
+        found = g(pair)
+        assert type(found) is Coupled
+        assert_same(tuple(found), tuple(fn(pair)))
+    assert state_of(g) == {"warmups": 2, "captures": 2, "replays": 1}
+
+
+def test_arguments_that_the_function_differentiates_by(backend):
+    """Under no_grad, with enable_grad inside: also those that a graph made, but not one by the other."""
+
+    def fn(x, y):
+        with torch.enable_grad():
+            return torch.autograd.grad((x * x * y).sum(), [x, y])
+
+    for make in (lambda x: x, lambda x: x * 2):
+        g = graphed(backend, fn, warmup=1)
+        for seed in range(4):
+            x = make(backend.tensor(2, seed=seed).requires_grad_())
+            y = make(backend.tensor(2, seed=seed + 9).requires_grad_())
+            with torch.no_grad():
+                assert_same(g(x, y), fn(x, y))
+                assert x.grad is None if x.is_leaf else True
+        assert state_of(g) == {"warmups": 1, "captures": 1, "replays": 2}
+    x = backend.tensor(2).requires_grad_()
+    for y in (x * 2, (x * 2) + 1):
+        with torch.no_grad(), pytest.raises(CaptureFailedError, match="was computed from another"):
+            graphed(backend, fn)(x, y)
+
+
+@pytest.mark.parametrize("warmup", [0, 1])
+def test_gradients_that_an_argument_accumulates_are_refused(backend, warmup):
+    """A replay would leave them in the static input."""
+
+    def fn(x):
+        with torch.enable_grad():
+            (x * x).sum().backward()
+        return x * 1
+
+    with torch.no_grad(), pytest.raises(CaptureFailedError, match=r"accumulated into `\.grad`"):
+        graphed(backend, fn, warmup=warmup)(backend.tensor(2).requires_grad_())
+
+
+@eager_break_during_capture(name="prefill")
+def prefill(h):
+    return h + 1
+
+
+@eager_break_during_capture(name="decode")
+def decode(h):
+    return h * 2
+
+
+def test_names_of_breaks_that_one_signature_does_not_call(backend):
+    """Are those of another; a string is no collection of names."""
+
+    def fn(x):
+        return prefill(x * 1) if len(x) > 1 else decode(x * 1)
+
+    g = graphed(backend, fn, breaks=["prefill", "decode"], warmup=0)
+    for n in (4, 1, 4, 1):
+        x = backend.tensor(n)
+        assert torch.equal(g(x), fn(x))
+    assert [entry.capture.num_eager_breaks for entry in g._captures] == [1, 1]
+    with pytest.raises(ValueError, match="string 'decode'"):
+        graphed(backend, fn, breaks="decode", warmup=0)(backend.tensor(1))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda t: Record(t, 1), lambda t: Listed([t]), lambda t: Coupled(t, 1), lambda t: Mapped(a=t)],
+)
+def test_attributes_of_containers_belong_to_the_signature(backend, make):
+    """Plain values in them; tensors there are refused by name."""
+
+    def fn(held):
+        first = held["a"] if isinstance(held, dict) else getattr(held, "first", None)
+        return (held[0] if first is None else first) * held.scale
+
+    g = graphed(backend, fn, warmup=0)
+    for seed, scale in enumerate((2, 3, 3, 2.0, 2)):
+        held = with_attribute(make(backend.tensor(2, seed=seed)), "scale", scale)
+        assert torch.equal(g(held), fn(held))
+    assert state_of(g) == {"captures": 3, "replays": 2}
+    with pytest.raises(CaptureFailedError, match=r"tensor at `\.scale\[0\]`"):
+        g(with_attribute(make(backend.tensor(2)), "scale", [backend.tensor(2)]))
+
+
+class Mapped(dict):
+    """A dict that may have attributes."""
 
 
 # CUDA alone

@@ -1,7 +1,7 @@
 """Reading a call: its tensors, its signature, and where it is captured."""
 
 import inspect
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -9,20 +9,14 @@ import torch
 
 from segcapture.ambient import Ambient
 from segcapture.callable.buckets import Bucket, Padded
-from segcapture.callable.signature import (
-    Reading,
-    Share,
-    contents,
-    described,
-    named,
-    shared_memory,
-    twins_among,
-)
+from segcapture.callable.places import contents, described, named
+from segcapture.callable.signature import Reading, Share, clashes_among, shared_memory, twins_among
 from segcapture.callable.weights import Weights, modules_in, modules_of, training_flags, with_children
 from segcapture.errors import CaptureFailedError
+from segcapture.ownership import storage_id
 
 
-@attrs.frozen(eq=False, kw_only=True)
+@attrs.define(eq=False, kw_only=True)  # frozen would take 1 us more for each call
 class Call:
     """One call, read."""
 
@@ -30,9 +24,13 @@ class Call:
     kwargs: dict[str, Any]
     key: Hashable
     tensors: list[torch.Tensor]
+    storages: list[int]
+    """Identities of their storages; empty for a single tensor that is not padded, as none compares it."""
     shares: tuple[Share, ...]
     twins: tuple[tuple[int, int], ...]
     """Positions of padded tensors that are the same as an earlier one, and that one's position."""
+    clashes: tuple[int, ...]
+    """Positions of tensors that overlap where one of the two is padded."""
     padded: Mapping[int, tuple[Padded, int]]
     device: torch.device
     ambient: Ambient
@@ -56,6 +54,7 @@ class Call:
                 "An argument requires grad, and a replay makes no autograd graph. Call it under "
                 "`torch.no_grad()` or `torch.inference_mode()`, or pass it detached."
             )
+        _check_no_graph_between([tensor for tensor in self.tensors if tensor.requires_grad])
         if self.overlaps_objects:
             raise CaptureFailedError(
                 "An argument shares memory with a tensor in an object among the arguments. Arguments are "
@@ -80,7 +79,7 @@ class Reader:
     ) -> None:
         self._fn, self._bucket, self._key, self._device = fn, bucket, key, device
         self._given = modules
-        self._names = _parameter_names(fn)
+        self._names, self._parameters = _parameter_names(fn)
         self._ambient: Ambient | None = None
         self._roots: list[torch.nn.Module] | None = None
         self._modules: list[torch.nn.Module] = []
@@ -104,15 +103,17 @@ class Reader:
                 raise TooLongError(f"{length} is above the largest bucket, {self._bucket.sizes[-1]}")
             padded = {tensor_id: (how, size) for tensor_id, how in found.items()}
         reading = Reading(padded)
-        reading.read(args, kwargs)
+        reading.read(args, kwargs, self._parameters)
         tensors = reading.tensors
+        storages = list(map(storage_id, tensors)) if len(tensors) > 1 or reading.padded else []
         if len(reading.padded) != places:
             raise CaptureFailedError(
                 "A tensor that the bucket pads is an argument in another place too, which is not named in "
                 "dims. Name it there, or pass a view of it, `x[:]`."
             )
-        shares = shared_memory(tensors, reading.padded) if len(tensors) > 1 else ()
+        shares = shared_memory(tensors, storages, reading.padded) if len(tensors) > 1 else ()
         twins = twins_among(tensors, reading.padded) if len(reading.padded) > 1 else ()
+        clashes = clashes_among(tensors, reading.padded, twins) if reading.padded else ()
         if self._roots is None:
             self.look_for_modules()
         device = self._device_of(tensors)
@@ -127,12 +128,14 @@ class Reader:
         return Call(
             args=args,
             kwargs=kwargs,
-            key=(tuple(reading.key), shares, twins, ambient, training, extra),
+            key=(tuple(reading.key), shares, twins, clashes, ambient, training, extra),
             training=training,
             extra=extra,
             tensors=tensors,
+            storages=storages,
             shares=shares,
             twins=twins,
+            clashes=clashes,
             padded=reading.padded,
             device=device,
             ambient=ambient,
@@ -179,11 +182,38 @@ def check_function(fn: Any) -> None:
             raise TypeError(f"{fn!r} is a coroutine or generator function: its body runs after the call.")
 
 
-def _parameter_names(fn: Callable[..., Any]) -> list[str]:
-    """Names of the parameters that may be passed by position."""
+def _parameter_names(fn: Callable[..., Any]) -> tuple[list[str], Collection[str] | None]:
+    """Names of the parameters that may be passed by position, and those whose order no function sees.
+
+    Of the latter None stands for all that it takes: it has no `**kwargs`.
+    """
     body = fn.forward if isinstance(fn, torch.nn.Module) else fn
     try:
         parameters = inspect.signature(body).parameters.values()
     except (TypeError, ValueError):  # some builtins have none
-        return []
-    return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        return [], ()
+    positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if all(p.kind is not p.VAR_KEYWORD for p in parameters):
+        return positional, None
+    return positional, {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+
+
+def _check_no_graph_between(tensors: Sequence[torch.Tensor]) -> None:
+    """Raise CaptureFailedError if autograd made one of the tensors from another."""
+    if len(tensors) < 2:
+        return
+    ends: set[Any] = {tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None}
+    leaves = {id(tensor) for tensor in tensors if tensor.is_leaf}
+    todo = [before for node in ends for before, _ in node.next_functions]
+    seen = {None}
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node in ends or id(getattr(node, "variable", None)) in leaves:
+            raise CaptureFailedError(
+                "An argument that requires grad was computed from another one, and the static inputs are "
+                "separate leaves between which no gradient flows. Pass one of them detached."
+            )
+        todo += [before for before, _ in node.next_functions]

@@ -10,7 +10,7 @@ import torch
 from segcapture.callable.buckets import Bucket
 from segcapture.callable.calls import Call
 from segcapture.callable.entry import Entry
-from segcapture.callable.signature import explain
+from segcapture.callable.places import explain
 from segcapture.capture import BreakableCUDAGraphCapture
 
 logger = logging.getLogger("segcapture.callable")

@@ -9,9 +9,10 @@ from segcapture.callable.buckets import Bucket
 from segcapture.callable.calls import Call
 from segcapture.callable.inputs import StaticInputs
 from segcapture.callable.outputs import Outputs, check_no_grad
-from segcapture.callable.signature import changed_place, contents
+from segcapture.callable.places import contents
 from segcapture.callable.statistics import SignatureStats
 from segcapture.callable.trees import copy_tree
+from segcapture.callable.unchanged import Before
 from segcapture.callable.weights import Weights
 from segcapture.capture import BreakableCUDAGraphCapture
 from segcapture.errors import CaptureFailedError
@@ -55,10 +56,10 @@ class Entry:
             if call.padded:
                 out = self._run_padded(fn, call)
             else:
-                before = contents([("args", call.args), *call.kwargs.items()])
+                before = Before(call.args, call.kwargs, call.tensors)
                 out = fn(*call.args, **call.kwargs)
                 try:
-                    _check_unchanged(before, contents([("args", call.args), *call.kwargs.items()]))
+                    before.check()
                     check_no_grad(out, call.grad)
                 except CaptureFailedError as error:
                     problem = error
@@ -68,9 +69,11 @@ class Entry:
         return out, problem
 
     def _run_padded(self, fn: Callable[..., Any], call: Call) -> Any:
-        inputs = StaticInputs(call.tensors, call.shares, call.twins, call.padded)
+        inputs = StaticInputs(call)
         args, kwargs = _with(inputs, call)
+        before = Before(args, kwargs, inputs.tensors)
         out = fn(*args, **kwargs)
+        before.check()
         inputs.find_mutated(call.tensors)
         inputs.copy_back(call.tensors)
         return self._outputs_of(out, inputs, call, args, kwargs, clone=False).collect(
@@ -87,13 +90,13 @@ class Entry:
         capture = self.capture
         capture.reset()
         with capture.turn():
-            inputs = StaticInputs(call.tensors, call.shares, call.twins, call.padded)
+            inputs = StaticInputs(call)
             args, kwargs = _with(inputs, call)
-            before = contents([("args", args), *kwargs.items()])
+            before = Before(args, kwargs, inputs.tensors)
             try:
                 with capture:
                     out = fn(*args, **kwargs)
-                _check_unchanged(before, contents([("args", args), *kwargs.items()]))
+                before.check()
                 check_no_grad(out, call.grad)
                 inputs.find_mutated(call.tensors)
                 outputs = self._outputs_of(out, inputs, call, args, kwargs, clone)
@@ -101,6 +104,7 @@ class Entry:
                 capture.reset()
                 raise
             inputs.copy_back(call.tensors)
+            inputs.watched = capture.num_eager_breaks > 0
             self._inputs, self._outputs = inputs, outputs
             return outputs.collect(call.tensors, call.length)
 
@@ -112,7 +116,7 @@ class Entry:
             size = next(iter(call.padded.values()))[1]
             cut = self._bucket.out_dims(out, size)
         arguments = {id(value) for value in contents([("args", args), *kwargs.items()]).values()}
-        return Outputs(out, inputs, cut, arguments, clone)
+        return Outputs(out, inputs, cut, arguments, self.capture, clone)
 
     def replay(self, call: Call) -> Any:
         """Serve a call by replaying."""
@@ -122,8 +126,11 @@ class Entry:
         with self.capture.turn():
             if inputs.on_host and call.device.type != "cpu":  # the last replay may still read them
                 torch.accelerator.current_stream(call.device).synchronize()
-            inputs.fill(call.tensors)
+            outputs.check_not_lent(call.tensors, inputs.mutated)
+            inputs.fill(call.tensors, call.storages)
             self.capture.replay()
+            if inputs.watched and (new := inputs.find_newly_mutated()):
+                outputs.check_not_lent(call.tensors, new)
             inputs.copy_back(call.tensors)
             return outputs.collect(call.tensors, call.length)
 
@@ -167,15 +174,6 @@ def _with(inputs: StaticInputs, call: Call) -> tuple[tuple[Any, ...], dict[str, 
         (call.args, call.kwargs), lambda tensor: static[id(tensor)]
     )
     return made
-
-
-def _check_unchanged(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
-    path = changed_place(before, after)
-    if path is not None:
-        raise CaptureFailedError(
-            f"The function put something else at `{path}` of its arguments, which is Python's doing and no "
-            f"replay does it again. Return it instead, or write into the tensor that is there."
-        )
 
 
 def _summary(places: Mapping[str, Mapping[str, str]]) -> str:

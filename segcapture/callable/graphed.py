@@ -13,11 +13,10 @@ from segcapture.callable.buckets import Bucket, with_progress
 from segcapture.callable.calls import Call, Reader, TooLongError, check_function
 from segcapture.callable.captures import Captures, logger
 from segcapture.callable.entry import Entry
+from segcapture.callable.settings import check, for_captures
 from segcapture.callable.statistics import Counts, Stats
 from segcapture.errors import CaptureFailedError, CaptureStateError
 from segcapture.state import state
-
-_CAPTURE_OPTIONS = ("mode", "stream", "breaks", "break_on", "capture_error_mode", "generators", "barrier")
 
 
 class GraphedCallable:
@@ -87,19 +86,19 @@ class GraphedCallable:
     ) -> None:
         options = {option: value for option, value in locals().items() if option not in ("self", "fn")}
         check_function(fn)
-        _check(warmup, max_captures, on_error, weights)
+        check(warmup, max_captures, on_error, weights)
         assert fn is not None
         self.fn = fn
         self.name = name or getattr(fn, "__qualname__", type(fn).__qualname__).rpartition("<locals>.")[2]
         self._options, self._bucket = options, bucket
         where = None if device is None else torch.device(device)
         self._reader = Reader(fn, bucket, key, modules, where)
-        passed_on = {option: options[option] for option in _CAPTURE_OPTIONS}
-        self._captures = Captures(self.name, passed_on, pool, where, bucket, max_captures)
+        self._captures = Captures(self.name, for_captures(options), pool, where, bucket, max_captures)
         self._counts = Counts()
         self._invalid = ""
         self._said: set[str] = set()
         self._lock = threading.RLock()
+        self._inside: int | None = None  # the thread that warms up, captures or replays
         if not isinstance(fn, torch.nn.Module):
             functools.update_wrapper(self, fn, updated=())
         # torch.compile traces none of this.
@@ -118,7 +117,7 @@ class GraphedCallable:
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Call the function, or replay its capture for these arguments.
 
-        Inside of another capture it is a plain call.
+        Inside of another capture it is a plain call, and where the function itself calls this.
 
         Raises:
             CaptureFailedError: it cannot be captured, with `on_error="raise"`: an argument is a tensor
@@ -131,6 +130,10 @@ class GraphedCallable:
         return self._serve(args, kwargs)
 
     def _serve_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._inside == threading.get_ident():  # its static inputs are in use
+            self._counts.calls += 1
+            self._counts.eager += 1
+            return self.fn(*args, **kwargs)
         if state.recording is not None:
             return self.fn(*args, **kwargs)
         with self._lock:
@@ -154,13 +157,20 @@ class GraphedCallable:
         entry.calls += 1
         if entry.captured:
             self._counts.replays += 1
-            return entry.replay(call)
+            return self._alone(entry.replay, call)
         if entry.failure is not None:
             self._counts.eager += 1
             return self.fn(*args, **kwargs)
         if entry.warmups < self._options["warmup"]:
             return self._warm_up(entry, call)
         return self._capture(entry, call)
+
+    def _alone(self, run: Callable[..., Any], *args: Any) -> Any:
+        self._inside = threading.get_ident()
+        try:
+            return run(*args)
+        finally:
+            self._inside = None
 
     def _entry_for(self, call: Call) -> Entry:
         entry = self._captures.find(call.key)
@@ -169,7 +179,10 @@ class GraphedCallable:
             if name is not None:
                 self._on_replaced_weight(entry, call, name)
                 entry = None
-        return self._add(call) if entry is None else entry
+        if entry is None:
+            call.check_can_be_captured()
+            entry = self._captures.add(call, self._reader.describe(call))
+        return entry
 
     def _on_replaced_weight(self, entry: Entry, call: Call, name: str) -> None:
         self._reader.look_for_modules()
@@ -181,15 +194,16 @@ class GraphedCallable:
         logger.info("%s: %s was replaced; %s is captured again", self.name, name, entry.name)
         self._captures.drop(call.key)
 
-    def _add(self, call: Call) -> Entry:
-        call.check_can_be_captured()
-        return self._captures.add(call, self._reader.describe(call))
-
     # Warm-up and capture
 
     def _warm_up(self, entry: Entry, call: Call) -> Any:
+        try:
+            out, problem = self._alone(entry.warm_up, self.fn, call)
+        except CaptureFailedError as error:
+            if self._options["on_error"] == "raise" or not call.padded:
+                raise
+            return self._run_after_failure(entry, call, error)  # it ran on padded copies alone
         self._counts.warmups += 1
-        out, problem = entry.warm_up(self.fn, call)
         self._captures.ran(entry, call)
         if problem is not None:
             self._failed(entry, problem)
@@ -199,20 +213,23 @@ class GraphedCallable:
 
     def _capture(self, entry: Entry, call: Call) -> Any:
         try:
-            out = entry.capture_call(self.fn, call, self._options["clone_outputs"])
+            out = self._alone(entry.capture_call, self.fn, call, self._options["clone_outputs"])
         except Exception as error:
             self._counts.failures += 1
             if self._options["on_error"] == "raise":
                 raise
-            out = self.fn(*call.args, **call.kwargs)  # an error of the function itself comes again
-            self._failed(entry, error)
-            self._counts.eager += 1
-            return out
+            return self._run_after_failure(entry, call, error)
         self._counts.captures += 1
         if self._options["weights"] != "ignore":
             entry.weights = self._reader.weights(call)
         logger.debug("%s: captured %s, %s", self.name, entry.name, entry.why)
         self._captures.ran(entry, call)
+        return out
+
+    def _run_after_failure(self, entry: Entry, call: Call, error: Exception) -> Any:
+        out = self.fn(*call.args, **call.kwargs)  # an error of the function itself comes again
+        self._failed(entry, error)
+        self._counts.eager += 1
         return out
 
     def _failed(self, entry: Entry, error: BaseException) -> None:
@@ -294,19 +311,9 @@ class GraphedCallable:
     def stats(self) -> Stats:
         """What was done so far, and the signatures that are held; also as text by `print`."""
         with self._lock:
-            counts = {name: getattr(self._counts, name) for name in Counts.names()}
             return Stats(
-                **counts,
+                **{name: getattr(self._counts, name) for name in Counts.names()},
                 evictions=self._captures.evictions,
                 pool_bytes=self._captures.pool_bytes(),
                 signatures=tuple(entry.stats() for entry in self._captures),
             )
-
-
-def _check(warmup: int, max_captures: int, on_error: str, weights: str) -> None:
-    if warmup < 0 or max_captures < 1:
-        raise ValueError(f"warmup is from 0 and max_captures from 1, got {warmup} and {max_captures}")
-    if on_error not in ("raise", "eager"):
-        raise ValueError(f"on_error={on_error!r} is unknown: choose 'raise' or 'eager'")
-    if weights not in ("raise", "recapture", "ignore"):
-        raise ValueError(f"weights={weights!r} is unknown: choose 'raise', 'recapture' or 'ignore'")

@@ -1,18 +1,23 @@
 """The static inputs of one capture: where calls copy their tensors to, and back from."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import operator
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 
 from segcapture.callable.buckets import Padded, pad, pad_into
-from segcapture.callable.signature import Share
+from segcapture.callable.calls import Call
+from segcapture.callable.signature import Share, overlap
 from segcapture.errors import CaptureFailedError
-from segcapture.memory import byte_range, copy_into, has_repeats, place_on, without_repeats
+from segcapture.memory import byte_range, copy_into, has_repeats, place_on, same_bits, without_repeats
+from segcapture.ownership import storage_id
 
-Give = Callable[[Sequence[torch.Tensor]], torch.Tensor]
-"""From the tensors of a call to one that it gets back."""
+Give = functools.partial[torch.Tensor]
+"""From the tensors of a call to one that it gets back; its first argument is that one's position."""
+
+_version = operator.attrgetter("_version")
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -23,29 +28,30 @@ class StaticInputs:
     They hold the values of the tensors that they are made from. Padded ones are contiguous.
     """
 
-    def __init__(
-        self,
-        tensors: Sequence[torch.Tensor],
-        shares: Sequence[Share],
-        twins: Sequence[tuple[int, int]],
-        padded: Mapping[int, tuple[Padded, int]],
-    ) -> None:
+    def __init__(self, call: Call) -> None:
+        tensors, padded = call.tensors, call.padded
         self._padded = padded
-        self._twins = dict(twins)
-        placed = dict(_placed(tensors, shares))
+        self._clashes = call.clashes
+        placed = dict(_placed(tensors, call.shares))
         with torch.inference_mode(False), torch.no_grad():
             self.tensors = [
                 placed[i] if i in placed else _like(tensor, padded.get(i)) for i, tensor in enumerate(tensors)
             ]
-        for position, first in twins:
+        for position, first in call.twins:
             self.tensors[position] = self.tensors[first]
         self._pointers = [tensor.data_ptr() for tensor in self.tensors]
+        self._storages = frozenset(map(storage_id, self.tensors))
         self._firsts = self._first_of_each()
         self._on_host = any(t.device.type == "cpu" for t in self.tensors)
         self.mutated: list[int] = []
         """Positions of those that the function writes to."""
+        self.watched = True
+        """Whether a replay may write to one that is not mutated: an eager break runs in it."""
+        self._away: list[int] = []
+        """Positions of the call's tensors that are the memory of another static input than theirs."""
         self.fill(tensors)
-        self._versions = [tensor._version for tensor in self.tensors]
+        for tensor, static in zip(tensors, self.tensors, strict=True):
+            static.requires_grad_(tensor.requires_grad)
 
     @property
     def nbytes(self) -> int:
@@ -73,13 +79,28 @@ class StaticInputs:
             if tensor is static:
                 return functools.partial(_given, i)
         for i, static in enumerate(self.tensors):
-            if i not in self._padded and tensor.dtype is static.dtype and _overlap(tensor, static):
+            if i not in self._padded and tensor.dtype is static.dtype and overlap(tensor, static):
                 delta = int(tensor.storage_offset()) - int(static.storage_offset())
-                return functools.partial(_view_of_given, i, tensor.shape, tensor.stride(), delta)
+                view = functools.partial(_view_of_given, i, tensor.shape, tensor.stride(), delta)
+                if same_bits(tensor, static):
+                    return view
+                conj, neg = tensor.is_conj() != static.is_conj(), tensor.is_neg() != static.is_neg()
+                return functools.partial(_other_view_of_given, i, view, conj, neg)
         return None
 
-    def fill(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Copy a call's tensors in; one that already is the static input is not copied."""
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether it is memory of a static input."""
+        return tensor.layout is torch.strided and storage_id(tensor) in self._storages
+
+    def fill(self, tensors: Sequence[torch.Tensor], storages: Collection[int] = ()) -> None:
+        """Copy a call's tensors in; one that already is the static input is not copied.
+
+        `storages` are the identities of theirs, of no tensor's where none can be another's static input.
+        """
+        self._away = []
+        if storages and not self._storages.isdisjoint(storages):
+            self._away = [i for i in range(len(tensors)) if self._is_away(i, tensors[i])]
+            tensors = [_apart(t) if i in self._away else t for i, t in enumerate(tensors)]
         targets, sources = [], []
         for i in self._firsts:
             tensor, target = tensors[i], self.tensors[i]
@@ -92,6 +113,11 @@ class StaticInputs:
                 targets.append(target)
                 sources.append(tensor)
         _copy_all(targets, sources)
+        if self.watched:
+            self._versions = list(map(_version, self.tensors))
+
+    def _is_away(self, position: int, tensor: torch.Tensor) -> bool:
+        return tensor.data_ptr() != self._pointers[position] and self.holds(tensor)
 
     def find_mutated(self, tensors: Sequence[torch.Tensor]) -> None:
         """Compare with the tensors that they were filled from: which did the function write to?
@@ -105,22 +131,40 @@ class StaticInputs:
                 how, size = self._padded[i]
                 original = pad(tensor, how.dim, size, how.fill)
             # The version misses kernels that torch does not know, the values a write of the same values.
-            if static._version != self._versions[i] or not _same_bits(static, original):
+            if static._version != self._versions[i] or not _same_values(static, original):
                 self.mutated.append(i)
-        for i in set(self.mutated) & set(self._padded):
-            first = self._twins.get(i, i)
-            others = (t for k, t in enumerate(tensors) if self._twins.get(k, k) != first)
-            if any(_overlap(other, tensors[i]) for other in others):
-                raise CaptureFailedError(
-                    "The function writes to an argument that is padded to a bucket and shares memory with "
-                    "another argument. Pass a copy of one of them."
-                )
+        self._check_clashes()
+
+    def find_newly_mutated(self) -> list[int]:
+        """Positions that are found mutated after a replay for the first time: an eager break wrote there.
+
+        What graph segments write was found at capture. Writes past autograd (`.data`, NumPy) are not seen.
+        """
+        versions = list(map(_version, self.tensors))
+        if versions == self._versions:
+            return []
+        changed = (i for i, (a, b) in enumerate(zip(versions, self._versions, strict=True)) if a != b)
+        new = [i for i in changed if i not in self.mutated]
+        self.mutated += new
+        self._check_clashes()
+        return new
+
+    def _check_clashes(self) -> None:
+        if not set(self._clashes).isdisjoint(self.mutated):
+            raise CaptureFailedError(
+                "The function writes to an argument that is padded to a bucket and shares memory with "
+                "another argument, or to that other one. Pass a copy of one of them."
+            )
 
     def copy_back(self, tensors: Sequence[torch.Tensor]) -> None:
         """Copy what the function wrote to the call's own tensors."""
         targets, sources = [], []
-        for i in self.mutated:
-            tensor, static = tensors[i], self.tensors[i]
+        statics, written = self.tensors, self.mutated
+        if self._away:  # `fill` wrote to these
+            statics = [static.clone() for static in statics]
+            written = sorted({*written, *self._away})
+        for i in written:
+            tensor, static = tensors[i], statics[i]
             if i in self._padded:
                 static = static.narrow(self._padded[i][0].dim, 0, tensor.shape[self._padded[i][0].dim])
             elif tensor.data_ptr() == self._pointers[i]:
@@ -142,6 +186,20 @@ def _view_of_given(
 ) -> torch.Tensor:
     tensor = tensors[position]
     return tensor.as_strided(shape, stride, tensor.storage_offset() + delta)
+
+
+def _other_view_of_given(
+    position: int, view: Give, conj: bool, neg: bool, tensors: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    """The view, and with it conjugated or negated."""
+    tensor = view(tensors)
+    if conj:
+        tensor = tensor.conj()
+    return torch._neg_view(tensor) if neg else tensor
+
+
+def _apart(tensor: torch.Tensor) -> torch.Tensor:
+    return without_repeats(tensor).clone().expand(tensor.shape)
 
 
 def _copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
@@ -179,17 +237,10 @@ def _like(tensor: torch.Tensor, padded: tuple[Padded, int] | None) -> torch.Tens
     return torch.empty((*tensor.shape[:dim], size, *tensor.shape[dim + 1 :]), **options)
 
 
-def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+def _same_values(a: torch.Tensor, b: torch.Tensor) -> bool:
     with torch.no_grad():
         a, b = (t.resolve_conj().resolve_neg() if t.is_conj() or t.is_neg() else t for t in (a, b))
         if a.dtype is torch.complex128:
             a, b = torch.view_as_real(a), torch.view_as_real(b)
         kind = _BITS[a.element_size()]
         return torch.equal(a.detach().view(kind), b.detach().view(kind))
-
-
-def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr():
-        return False
-    (low, high), (other_low, other_high) = byte_range(a), byte_range(b)
-    return low < other_high and other_low < high

@@ -1,13 +1,16 @@
 """What a capture hands out: copies of its outputs, in the structure that the function returned."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from segcapture.callable.hidden import check_within_reach
 from segcapture.callable.inputs import Give, StaticInputs
 from segcapture.callable.trees import copy_tree
+from segcapture.capture import BreakableCUDAGraphCapture
 from segcapture.errors import CaptureFailedError
+from segcapture.ownership import storage_id
 from segcapture.structure import is_plain_object, walk
 
 
@@ -19,7 +22,13 @@ class Outputs:
     """
 
     def __init__(
-        self, out: Any, inputs: StaticInputs, cut: Mapping[int, int], arguments: Collection[int], clone: bool
+        self,
+        out: Any,
+        inputs: StaticInputs,
+        cut: Mapping[int, int],
+        arguments: Collection[int],
+        capture: BreakableCUDAGraphCapture,
+        clone: bool,
     ) -> None:
         self._out = out
         self._cut = cut
@@ -31,6 +40,14 @@ class Outputs:
         self._made: list[torch.Tensor] = []
         """The other output tensors, each once."""
         copy_tree(out, self._sort(inputs), objects=True, keep=self._keep)
+
+        def is_ours(tensor: torch.Tensor) -> bool:
+            return inputs.holds(tensor) or (clone and _is_within(tensor, capture.storages()))
+
+        check_within_reach(out, self._keep, is_ours)
+        self._returned = {give.args[0] for give in self._given.values()}
+        # With clones nothing of them is in a caller's hands.
+        self._lent = frozenset() if clone else frozenset(map(storage_id, filter(_is_dense, self._made)))
         self._single = isinstance(out, torch.Tensor) and bool(self._made)
 
     @property
@@ -49,6 +66,19 @@ class Outputs:
             return tensor
 
         return sort
+
+    def check_not_lent(self, tensors: Sequence[torch.Tensor], mutated: Iterable[int]) -> None:
+        """Raise CaptureFailedError if a call writes to, or gets back, an output that it passes.
+
+        Args:
+            tensors: The call's.
+            mutated: Positions of those that it writes to.
+        """
+        if self._lent and any(storage_id(tensors[i]) in self._lent for i in (*mutated, *self._returned)):
+            raise CaptureFailedError(
+                "An argument that the function writes to or returns is an output of an earlier call, which "
+                "this one overwrites as clone_outputs is False. Pass a clone of it, `out.clone()`."
+            )
 
     def collect(self, tensors: Sequence[torch.Tensor], length: int) -> Any:
         """The outputs of the replay that just ran, for a call with these tensors."""
@@ -86,6 +116,13 @@ def check_no_grad(out: Any, grad: bool) -> None:
                 f"autograd graph. Call it under `torch.no_grad()` or `torch.inference_mode()`; or do the "
                 f"whole training step in it, and return detached tensors."
             )
+
+
+def _is_within(tensor: torch.Tensor, storages: Iterable[torch.UntypedStorage]) -> bool:
+    if not _is_dense(tensor):
+        return False
+    address = tensor.data_ptr()
+    return any(s.data_ptr() <= address < s.data_ptr() + s.nbytes() for s in storages)
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

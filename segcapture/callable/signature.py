@@ -1,6 +1,6 @@
 """What two calls must have in common to be served by one capture."""
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from types import NoneType
 from typing import Any
 
@@ -11,10 +11,13 @@ from segcapture.callable.buckets import Padded
 from segcapture.errors import CaptureFailedError
 from segcapture.memory import byte_range
 from segcapture.ownership import storage_id
-from segcapture.structure import Node, children, is_plain_object, walk
+from segcapture.structure import Child, Node, children, is_plain_object, walk
 
-_VALUES = frozenset((bool, int, str, bytes, NoneType, torch.dtype, torch.device, torch.Size))
+PLAIN = frozenset((bool, int, str, bytes, NoneType, torch.dtype, torch.device, torch.Size))
+"""Types of values that are compared by value."""
+
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
+_TYPED = PLAIN | {float, complex, set, frozenset}
 _ALIGNMENT = 16  # bytes; what tensors that share memory keep of their addresses
 
 Share = tuple[tuple[int, int], ...]
@@ -49,8 +52,11 @@ class Reading:
         self._padded = padded or {}
         self._seen: dict[int, int] = {}
 
-    def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Flatten the arguments of a call; keyword order makes no difference.
+    def read(self, args: tuple[Any, ...], kwargs: dict[str, Any], parameters: Collection[str] | None) -> None:
+        """Flatten the arguments of a call.
+
+        Keyword order makes no difference for the names in `parameters` (None: for all): the function
+        sees that of the others in its `**kwargs`.
 
         Raises:
             CaptureFailedError: an argument that cannot be compared with another call's.
@@ -59,7 +65,9 @@ class Reading:
         for value in args:
             self._visit(value)
         if kwargs:
-            names = sorted(kwargs)
+            names = sorted(kwargs if parameters is None else kwargs.keys() & parameters)
+            if len(names) < len(kwargs):
+                names += [name for name in kwargs if name not in names]
             self.key += (len(names), *names)
             for name in names:
                 self._visit(kwargs[name])
@@ -68,14 +76,14 @@ class Reading:
 
     def overlaps_objects(self) -> bool:
         """Whether a tensor that is copied shares memory with one that is used where it is."""
-        return any(storage_id(tensor) in self.in_place for tensor in self.tensors)
+        return not self.in_place.isdisjoint(map(storage_id, self.tensors))
 
     def _visit(self, value: Any) -> None:
         kind = type(value)
         key = self.key
         if kind is torch.Tensor or isinstance(value, torch.Tensor):
             self._tensor(value)
-        elif kind in _VALUES:
+        elif kind in PLAIN:
             key += (kind, value)
         elif kind is float or kind is complex:
             key += (kind, repr(value))  # 0.0 is not -0.0, and nan is nan
@@ -114,8 +122,8 @@ class Reading:
             for part in (value.start, value.stop, value.step):
                 self._visit(part)
             return
-        if kind is set:
-            key += (kind, frozenset(value))
+        if kind is set or kind is frozenset:
+            key.append(_typed(value))
             return
         content = children(value)
         if content is None:
@@ -129,8 +137,28 @@ class Reading:
         else:
             key += (kind, len(content))
             for name, _, child in content:
-                key += (type(name), name)
+                key += (type(name), name if type(name) in PLAIN else _typed(name))
                 self._visit(child)
+            if kind is not list and kind is not dict:
+                self._attributes(kind, value, content)
+
+    def _attributes(self, kind: type, value: Any, content: Sequence[Child]) -> None:
+        """What a container or record has besides its items and fields."""
+        attributes: Mapping[str, Any] | None = getattr(value, "__dict__", None)
+        if not attributes:
+            return
+        known = {name: child for name, _, child in content}
+        for name, item in attributes.items():
+            if name in known and known[name] is item:
+                continue
+            for node in walk(item):
+                place = f".{name}{node.path.removeprefix('out')}"
+                if isinstance(node.value, torch.Tensor):
+                    raise CaptureFailedError(
+                        f"An argument is a {kind.__qualname__} that has a tensor at `{place}`, which is no "
+                        f"item or field of it and is not copied. Make it one, or pass the tensor by itself."
+                    )
+                self.key += (place, _in_place(node))
 
 
 def _value_or_identity(value: Any) -> Hashable:
@@ -153,21 +181,32 @@ def _in_place(node: Node) -> Any:
     if isinstance(value, torch.Tensor):
         if value.layout is not torch.strided:
             return Same(value)
-        return (value.data_ptr(), value.shape, value.stride(), value.dtype, value.device)
+        bits = (value.is_conj(), value.is_neg())
+        return (value.data_ptr(), value.shape, value.stride(), value.dtype, value.device, bits)
     if node.container:
         return type(value)
-    if type(value) in _VALUES:
-        return (type(value), value)
-    return repr(value) if type(value) in (float, complex) else Same(value)
+    return _typed(value) if type(value) in _TYPED else Same(value)
 
 
-def shared_memory(tensors: Sequence[torch.Tensor], padded: Mapping[int, Any]) -> tuple[Share, ...]:
-    """Which tensors overlap in memory, and how."""
-    by_storage: dict[int, list[int]] = {}
-    for position, tensor in enumerate(tensors):
-        by_storage.setdefault(storage_id(tensor), []).append(position)
-    if len(by_storage) == len(tensors):
+def _typed(value: Any) -> Hashable:
+    """A value that equals another of the same types alone, also inside: 1 is not 1.0, nor True."""
+    kind = type(value)
+    if kind is float or kind is complex:
+        return kind, repr(value)  # 0.0 is not -0.0, and nan is nan
+    if kind in (tuple, set, frozenset):
+        return kind, tuple(map(_typed, value))  # the order of a set shows when it is walked
+    return kind, value if kind in PLAIN else _value_or_identity(value)
+
+
+def shared_memory(
+    tensors: Sequence[torch.Tensor], storages: Sequence[int], padded: Mapping[int, Any]
+) -> tuple[Share, ...]:
+    """Which tensors overlap in memory, and how; `storages` are the identities of theirs."""
+    if len(set(storages)) == len(tensors):
         return ()
+    by_storage: dict[int, list[int]] = {}
+    for position, storage in enumerate(storages):
+        by_storage.setdefault(storage, []).append(position)
     found: list[Share] = []
     for positions in by_storage.values():
         ranges = [(*byte_range(tensors[i]), i) for i in positions if i not in padded]
@@ -189,6 +228,27 @@ def twins_among(tensors: Sequence[torch.Tensor], padded: Mapping[int, Any]) -> t
     return tuple(found)
 
 
+def clashes_among(
+    tensors: Sequence[torch.Tensor], padded: Mapping[int, Any], twins: Sequence[tuple[int, int]]
+) -> tuple[int, ...]:
+    """Tensors that overlap in the call, but not in the static inputs: one of the two is padded."""
+    first = dict(twins)
+    found: set[int] = set()
+    for i in padded:
+        for k, other in enumerate(tensors):
+            if first.get(i, i) != first.get(k, k) and overlap(tensors[i], other):
+                found |= {i, k}
+    return tuple(sorted(found))
+
+
+def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether any byte is in the range of both."""
+    if a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr():
+        return False
+    (low, high), (other_low, other_high) = byte_range(a), byte_range(b)
+    return low < other_high and other_low < high
+
+
 def _overlapping(ranges: list[tuple[int, int, int]]) -> list[list[tuple[int, int]]]:
     """Groups of two or more among sorted (first byte, one past the last, position)."""
     groups: list[list[tuple[int, int]]] = []
@@ -199,83 +259,3 @@ def _overlapping(ranges: list[tuple[int, int, int]]) -> list[list[tuple[int, int
         groups[-1].append((low, position))
         end = max(end, high)
     return [group for group in groups if len(group) > 1]
-
-
-# For people
-
-
-def named(args: tuple[Any, ...], kwargs: Mapping[str, Any], names: Sequence[str]) -> list[tuple[str, Any]]:
-    """The arguments with the names that the function gives them."""
-    positional = [(names[i] if i < len(names) else f"args[{i}]", value) for i, value in enumerate(args)]
-    return [*positional, *sorted(kwargs.items())]
-
-
-def contents(arguments: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """Each place in the arguments, and what is there."""
-    return {
-        name + node.path.removeprefix("out"): node.value for name, value in arguments for node in walk(value)
-    }
-
-
-def changed_place(before: Mapping[str, Any], after: Mapping[str, Any]) -> str | None:
-    """A place where a function put another object or value, or None."""
-    for path in [*before, *after]:
-        if path not in before or path not in after:
-            return path
-        old, new = before[path], after[path]
-        if old is not new and not (type(old) is type(new) and type(old) in _VALUES and old == new):
-            return path
-    return None
-
-
-def described(places: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-    """The places of a call in words, to be compared with another call's."""
-    return {path: _in_words(value) for path, value in places.items()}
-
-
-def _in_words(value: Any) -> dict[str, str]:
-    if isinstance(value, torch.Tensor):
-        words = {"dtype": str(value.dtype).removeprefix("torch."), "shape": str(list(value.shape))}
-        if value.layout is torch.strided:
-            words["stride"] = str(list(value.stride()))
-        words |= {"device": str(value.device), "requires_grad": str(value.requires_grad)}
-        return words
-    if (content := children(value)) is None:
-        return {"value": _short(repr(value))}
-    words = {"type": type(value).__qualname__}
-    return words | ({"object": hex(id(value))} if is_plain_object(value) else {"items": str(len(content))})
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def difference(new: Mapping[str, Mapping[str, str]], old: Mapping[str, Mapping[str, str]]) -> list[str]:
-    """In which places two described calls differ, the few most telling words of each."""
-    found = []
-    for path in [*old, *(path for path in new if path not in old)]:
-        if path not in new or path not in old:
-            found.append(f"{path}: {'absent' if path not in new else 'present'} here")
-            continue
-        a, b = new[path], old[path]
-        aspects = [k for k in {**b, **a} if a.get(k) != b.get(k)]
-        if "shape" in aspects and "stride" in aspects:
-            aspects.remove("stride")  # it follows
-        if aspects:
-            words = (f"{k} {a.get(k, 'none')}, not {b.get(k, 'none')}" for k in aspects)
-            found.append(f"{path}: {'; '.join(words)}")
-    return found
-
-
-def explain(
-    new: Mapping[str, Mapping[str, str]], others: Sequence[tuple[str, Mapping[str, Mapping[str, str]]]]
-) -> str:
-    """Why no other signature fits: what differs from the nearest."""
-    if not others:
-        return "the first signature"
-    measure: Callable[[tuple[str, list[str]]], int] = lambda pair: len(pair[1])  # noqa: E731
-    name, found = min(((name, difference(new, old)) for name, old in others), key=measure)
-    more = f"; and {len(found) - 3} more" if len(found) > 3 else ""
-    # Memory at other addresses, or shared in another way, is not in the words.
-    what = "; ".join(found[:3]) + more if found else "which tensors share memory, or the address of one"
-    return f"nearest to {name}, which differs in {what}"

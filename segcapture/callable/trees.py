@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from segcapture.structure import children, is_plain_object, set_item, tensors_in
+from segcapture.structure import _make_tuple, children, is_plain_object, set_item, tensors_in
 
 Replace = Callable[[torch.Tensor], torch.Tensor]
 
@@ -38,11 +38,10 @@ class _Copier:
         if content is None:
             return value
         if isinstance(value, tuple):
-            items = [self.copy(child, in_object) for _, _, child in content]
-            kind = type(value)
-            if hasattr(kind, "_fields") or kind is tuple:
-                return tuple.__new__(kind, items)
-            return kind(items)  # torch.return_types take a sequence
+            copied = _make_tuple(type(value), [self.copy(child, in_object) for _, _, child in content])
+            if attributes := getattr(value, "__dict__", None):
+                vars(copied).update(attributes)
+            return copied
         if is_plain_object(value):
             if not self._objects or id(value) in self._keep or next(tensors_in(value), None) is None:
                 return value
