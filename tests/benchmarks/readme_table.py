@@ -42,9 +42,11 @@ def decode(size: str = "hidden 2048") -> str:
 
 
 def serving() -> str:
-    """Served functions: requests or tokens per second, or the host time of a call."""
+    """Served functions: requests or tokens per second, or the host time of a call. Empty until measured."""
     lines = ["| what | how | host us | per second |", "| --- | --- | --- | --- |"]
-    for row in results().get("serving", {"rows": []})["rows"]:
+    if "serving" not in results():
+        return ""
+    for row in results()["serving"]["rows"]:
         rate = f"{_median(row['per_s']):.0f}" if "per_s" in row else ""
         host = f"{_median(row['host_us']):.0f}" if "host_us" in row and not rate else ""
         if rate or host:
