@@ -53,6 +53,15 @@ def has_live(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     )
 
 
+def _check_holds_no_live(container: list[Any] | dict[Any, Any]) -> None:
+    items = container.values() if isinstance(container, dict) else container
+    if any(type(item) is Live for item in items):
+        raise TypeError(
+            f"A Live is in a {type(container).__qualname__}, which goes to the function as it is, so that "
+            f"nobody asks it. Pass it by itself or in a tuple, or put new values into the container."
+        )
+
+
 def named_arguments(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[tuple[str, Any]]:
@@ -94,6 +103,8 @@ class Call:
 
         def keep(value: Any) -> Any:
             if not isinstance(value, torch.Tensor):
+                if isinstance(value, list | dict):
+                    _check_holds_no_live(value)
                 return value
             if id(value) not in aliases:
                 made = alias(value)

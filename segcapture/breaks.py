@@ -95,7 +95,8 @@ def _name_of(fn: Any) -> str:
 
 def _check_callable(fn: Any) -> None:
     if not callable(fn):
-        raise TypeError(f"eager_break_during_capture takes a function, got {fn!r}")
+        hint = f": did you mean name={fn!r}?" if isinstance(fn, str) else ""
+        raise TypeError(f"eager_break_during_capture takes a function, got {fn!r}{hint}")
     body = fn.func if isinstance(fn, functools.partial) else fn
     candidates = [body] if inspect.isroutine(body) else [body, getattr(body, "__call__", None)]  # noqa: B004
     for candidate in candidates:

@@ -227,4 +227,6 @@ def _is_strided(value: Any) -> bool:
 
 def _layout(tensor: torch.Tensor) -> str:
     kind = "a parameter" if isinstance(tensor, torch.nn.Parameter) else "a tensor"
+    if torch.nn.parameter.is_lazy(tensor):
+        return f"{kind} that is not initialised: warm up before the capture"
     return f"{kind} ({str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} on {tensor.device})"

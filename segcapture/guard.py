@@ -1,6 +1,5 @@
 """`check=True` at replay: whether what segments read is still there."""
 
-import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from segcapture.errors import CaptureStateError, FrozenValueWarning
 from segcapture.ownership import references
 from segcapture.segments import EagerSegment, Segment
+from segcapture.source import warn
 from segcapture.structure import tensors_in, walk
 
 
@@ -104,13 +104,12 @@ class _Held:
         """Warn once if nobody else does any more."""
         if self._ours >= 0 and not self.held_by_others():
             self._ours = -1  # Not again.
-            warnings.warn(
+            warn(
                 f"{segment} reads `{self._path}` (a {type(self._boxed[0]).__qualname__} that holds tensors), "
                 f"which only the capture refers to any more. An eager call keeps a mutable object by "
                 f"identity: if the code has made a new one since, this replay still reads the old. Change "
                 f"the captured object in place, or pass `Live(lambda: ...)`.",
                 FrozenValueWarning,
-                stacklevel=2,
             )
 
 

@@ -3,7 +3,6 @@
 import difflib
 import fnmatch
 import functools
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,7 @@ from segcapture.collectives import is_collective, is_mark, record_collective
 from segcapture.compiled import inside_compiled_region, uncompiled
 from segcapture.composites import as_called, has_own_dispatch, is_composite, names_of, run_in_parts
 from segcapture.errors import CaptureFailedError
-from segcapture.source import location
+from segcapture.source import location, warn
 
 if TYPE_CHECKING:
     from segcapture.recording import Recording
@@ -71,20 +70,19 @@ class OperatorBreaks:
             parts.append(f"{pattern!r} (near names: {', '.join(near) or 'none'})")
         raise CaptureFailedError(
             f"break_on matched no call for {'; '.join(parts)}. The operator was captured under another "
-            f"name or not called at all: correct the entry, or take it out."
+            f"name, called in an eager break alone, or not called at all: correct the entry, or take it out."
         )
 
     def warn_if_compiled(self) -> None:
         """Say once that compiled regions run operator by operator under `break_on`."""
         if not self._warned and inside_compiled_region():
             self._warned = True
-            warnings.warn(
+            warn(
                 f"break_on watches each operator, and torch.compile does not compile while something does: "
                 f"the compiled region that was called at {location()} runs operator by operator in this "
                 f"capture. Mark a function with @eager_break_during_capture instead of break_on to keep it "
                 f"compiled.",
                 UserWarning,
-                stacklevel=4,
             )
 
 

@@ -4,6 +4,7 @@ import functools
 import linecache
 import os
 import sys
+import warnings
 from types import FrameType, TracebackType
 
 import torch
@@ -24,12 +25,29 @@ def _is_users(filename: str) -> bool:
     return not filename.startswith((_OURS, _TORCH, "<")) and _TRITON not in filename
 
 
-def location() -> str:
-    """`file:line` of the innermost frame outside of segcapture, torch, Triton and the standard library."""
-    frame: FrameType | None = sys._getframe(1)
+def _users_frame() -> FrameType | None:
+    frame: FrameType | None = sys._getframe(2)
     while frame is not None and not _is_users(frame.f_code.co_filename):
         frame = frame.f_back
+    return frame
+
+
+def location() -> str:
+    """`file:line` of the innermost frame outside of segcapture, torch, Triton and the standard library."""
+    frame = _users_frame()
     return "?" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warn at the line of the user's that `location` names."""
+    frame = _users_frame()
+    if frame is None:
+        warnings.warn(message, category, stacklevel=2)
+        return
+    names = frame.f_globals
+    registry = names.setdefault("__warningregistry__", {})
+    place = (frame.f_code.co_filename, frame.f_lineno)
+    warnings.warn_explicit(message, category, *place, names.get("__name__"), registry)
 
 
 def raised_at(traceback: TracebackType | None) -> str:

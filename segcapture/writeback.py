@@ -1,6 +1,5 @@
 """Outputs of an eager segment: bridged at capture, checked and written back at replay (contract C4)."""
 
-import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
@@ -12,6 +11,7 @@ from segcapture.bridges import Bridges, Memory, check_layout, check_repeats, unb
 from segcapture.errors import CaptureFailedError, FrozenValueWarning, OutputMismatchError
 from segcapture.memory import Sharing, copy_into, same_memory
 from segcapture.ownership import fresh_nodes, own_alias, owned_by_us_alone, storage_id
+from segcapture.source import warn
 from segcapture.structure import Node, out_of_reach, replace_items, set_item, walk
 
 Store = Callable[[Any], None]
@@ -185,12 +185,11 @@ class Writeback:
             old.value = new
         elif index not in self._warned and not _equal(old.value, new):
             self._warned.add(index)
-            warnings.warn(
+            warn(
                 f"{self.where} returned {new!r} at `{old.path}`, and {old.value!r} at capture. Later "
                 f"segments were recorded for the old value. Return it as a tensor, or in a new list, "
                 f"dict or object that a later eager segment reads.",
                 FrozenValueWarning,
-                stacklevel=2,
             )
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
-from segcapture import Live, eager_break_during_capture
+from segcapture import FrozenValueWarning, Live, eager_break_during_capture
 
 
 class Pair(NamedTuple):
@@ -433,3 +433,25 @@ def test_writes_to_a_static_input_are_seen(backend):
         g.replay()
         assert x.tolist() == [n] * 4
         assert out.tolist() == [2 * n] * 4
+
+
+@pytest.mark.parametrize("box", [lambda live: [1, live], lambda live: {"n": live}], ids=["list", "dict"])
+def test_live_in_a_list_or_dict_is_refused(backend, box):
+    """Those go by identity, so nobody would ask it."""
+    f = eager_break_during_capture(lambda t, box: t * 2)
+    x = backend.tensor(3)
+    with pytest.raises(TypeError, match="A Live is in a"), torch.no_grad(), backend.capture():
+        f(x, box(Live(lambda: 1)))
+    backend.check(lambda t: f(t, [1]), [x], "e")
+
+
+def test_warnings_name_the_users_line(backend):
+    """The call of `replay`, and not a line of ours."""
+    n = iter(range(9))
+    f = eager_break_during_capture(lambda t: (t + 1, next(n)))
+    x = backend.tensor(3)
+    with torch.no_grad(), backend.capture() as g:
+        f(x)
+    with pytest.warns(FrozenValueWarning) as caught:
+        g.replay()
+    assert caught[0].filename == __file__

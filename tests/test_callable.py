@@ -4,6 +4,7 @@ import copy
 import logging
 import os
 import pickle
+import re
 import threading
 from collections import deque
 from dataclasses import dataclass
@@ -1568,3 +1569,41 @@ def _capture_of(g, *args) -> BreakableCUDAGraphCapture:
     g(*args)
     (entry,) = g._captures
     return entry.capture
+
+
+def test_names_of_breaks_that_nobody_calls_are_in_the_log(backend, caplog):
+    """Once: another signature may call them."""
+    half = eager_break_during_capture(lambda x: x / 2, name="half")
+    g = graphed(backend, lambda x: half(x * 2), warmup=0, breaks=["hafl"])
+    for n in (3, 3, 4):
+        g(backend.tensor(n))
+    told = [r.getMessage() for r in caplog.records if "hafl" in r.getMessage()]
+    assert len(told) == 1
+    assert "called were: 'half'" in told[0]
+
+
+def test_a_dimension_that_no_argument_has(backend):
+    """It is not taken modulo."""
+    g = graphed(backend, lambda x: x * 2, bucket=Bucket(sizes=(4,), dims={"x": 7}))
+    with pytest.raises(ValueError, match="dimension 7 of x, which has 2 dimensions"):
+        g(backend.tensor(2, 3))
+
+
+@pytest.mark.parametrize("cut", [{'out["h"]': 0}, {"h": 1}], ids=["wrong dimension", "wrong name"])
+def test_outputs_that_fit_the_bucket_are_named(backend, cut):
+    """By the place and dimension that the user would write."""
+    bucket = Bucket(sizes=(4,), dims={"x": 1}, out=cut)
+    g = graphed(backend, lambda x: {"h": x * 2, "n": x.sum(1)}, bucket=bucket, warmup=0)
+    with pytest.raises(CaptureFailedError, match=re.escape("""out={'out["h"]': 1}""")):
+        g(backend.tensor(2, 3))
+
+
+def test_what_is_no_bucket_and_no_arguments(backend):
+    """Said at once, by type."""
+    with pytest.raises(TypeError, match="Bucket"):
+        graphed(backend, lambda x: x, bucket=4)
+    g = graphed(backend, lambda x: x * 2, warmup=0)
+    with pytest.raises(TypeError, match="tuple or dict"):
+        g.precapture([3], inputs=backend.tensor)
+    with pytest.raises(CaptureStateError, match="1 calls do it"):
+        g.static_arguments(backend.tensor(3))

@@ -1,11 +1,11 @@
 """Where segments come from: CUDA graphs, or tapes where there is no GPU (and in debug mode)."""
 
-import warnings
 from typing import Any
 
 import torch
 
 from segcapture.backends.base import Backend
+from segcapture.source import warn
 
 _warned = False
 
@@ -67,9 +67,8 @@ def _warn_once() -> None:
     global _warned
     if not _warned:
         _warned = True
-        warnings.warn(
+        warn(
             "segcapture found no GPU: segments are emulated on the CPU, operator by operator. That is for "
             "tests and debugging; pass device='cpu' to say that it is meant.",
             UserWarning,
-            stacklevel=5,
         )

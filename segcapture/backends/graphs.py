@@ -13,7 +13,10 @@ from segcapture.backends.pool import OwnedGraph, call_boxed
 from segcapture.replay import Around, Step, Watch, eager_step, graph_step
 from segcapture.segments import EagerSegment, Segment
 
-BREAK = "Move it into a function marked `@eager_break_during_capture`."
+BREAK = (
+    "Move it, with what uses its value, into a function marked `@eager_break_during_capture` that returns "
+    "tensors of fixed shapes."
+)
 ADVICE = {  # https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__TYPES.html, cudaError
     1: "Typical of waiting for an event that was recorded in a segment that has ended: record it again, or "
     "use `wait_stream`.",

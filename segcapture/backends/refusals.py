@@ -147,8 +147,8 @@ def _is_masked_fill(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 def _refuse(name: str, reason: str) -> None:
     error = CaptureFailedError(
-        f"`{name}` {reason} at {location()}: {CUDA_WORDS}. Move it into a function marked "
-        f"`@eager_break_during_capture`."
+        f"`{name}` {reason} at {location()}: {CUDA_WORDS}. Move it, with what uses its value, into a "
+        f"function marked `@eager_break_during_capture` that returns tensors of fixed shapes."
     )
     error.operator, error.reason = name, reason
     raise error

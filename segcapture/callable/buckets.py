@@ -68,7 +68,7 @@ class Bucket:
         """The tensors to pad, by their id, in how many places they are, and their common length.
 
         Raises:
-            ValueError: they differ in length, or the call has none of them.
+            ValueError: they differ in length, the call has none of them, or one has no such dimension.
         """
         roots = {_root(path) for path in self.dims}
         found: dict[int, Padded] = {}
@@ -79,7 +79,7 @@ class Bucket:
             for node in walk(value):
                 path = name + node.path.removeprefix("out")
                 if path in self.dims and isinstance(node.value, torch.Tensor):
-                    dim = self.dims[path] % node.value.dim()
+                    dim = _dimension(path, self.dims[path], node.value)
                     fill = self.fill.get(path, 0) if isinstance(self.fill, Mapping) else self.fill
                     found[id(node.value)] = Padded(dim, fill)
                     lengths[path] = node.value.shape[dim]
@@ -107,14 +107,32 @@ class Bucket:
             if not -len(shape) <= dim < len(shape) or shape[dim] != size:
                 raise CaptureFailedError(
                     f"The bucket cuts dimension {dim} of `{node.path}` back, but that is {shape} where the "
-                    f"arguments are padded to {size}. Name the outputs to cut: out={{'out[0]': 1}}."
+                    f"arguments are padded to {size}. {_choices(out, size)}"
                 )
             found[id(node.value)] = dim % len(shape)
         if missing:
             raise CaptureFailedError(
-                f"The bucket cuts {', '.join(sorted(missing))} back, and no such tensor was returned."
+                f"The bucket cuts {', '.join(sorted(missing))} back, and no such tensor was returned. "
+                f"{_choices(out, size)}"
             )
         return found
+
+
+def _dimension(path: str, dim: int, tensor: torch.Tensor) -> int:
+    if not -tensor.dim() <= dim < tensor.dim():
+        raise ValueError(f"dims pads dimension {dim} of {path}, which has {tensor.dim()} dimensions")
+    return dim % tensor.dim()
+
+
+def _choices(out: Any, size: int) -> str:
+    """Which outputs have the padded size, and where."""
+    found = {
+        node.path: [dim for dim, length in enumerate(node.value.shape) if length == size]
+        for node in walk(out)
+        if isinstance(node.value, torch.Tensor)
+    }
+    fitting = ", ".join(f"{path!r}: {dims[0]}" for path, dims in found.items() if dims)
+    return f"Name the outputs to cut, with their dimension; of that size are: out={{{fitting}}}."
 
 
 @attrs.frozen

@@ -173,6 +173,13 @@ class Reader:
         return torch.device("cpu")
 
 
+def as_arguments(given: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What a user's function made for a call: a tuple, or a dict of keyword arguments."""
+    if not isinstance(given, tuple | dict):
+        raise TypeError(f"inputs takes a function that returns a tuple or dict, got {type(given)}")
+    return ((), given) if isinstance(given, dict) else (given, {})
+
+
 def check_function(fn: Any) -> None:
     """Raise TypeError if `fn` is not callable, or does its work after the call."""
     if not callable(fn):

@@ -1,6 +1,5 @@
 """The signatures of one `GraphedCallable`: which are kept, and which goes when there are too many."""
 
-import logging
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
@@ -11,9 +10,8 @@ from segcapture.callable.buckets import Bucket
 from segcapture.callable.calls import Call
 from segcapture.callable.entry import Entry
 from segcapture.callable.places import explain
+from segcapture.callable.settings import Names, logger
 from segcapture.capture import BreakableCUDAGraphCapture
-
-logger = logging.getLogger("segcapture.callable")
 
 _SIGNATURES_PER_CAPTURE = 4  # that are kept for each capture that may be
 
@@ -70,6 +68,9 @@ class Captures:
     def ran(self, entry: Entry, call: Call) -> None:
         """An entry has warmed up or captured: others share its pool, and there may be too many captures."""
         self._pools.setdefault(call.device, entry.capture.pool)
+        breaks = self._options["breaks"]
+        if entry.captured and isinstance(breaks, Names):
+            breaks.tell_missing(self._name)
         captured = [key for key, other in self._entries.items() if other.captured]
         for key in captured[: max(0, len(captured) - self._limit)]:
             self._evict(key)

@@ -2,7 +2,6 @@
 
 import functools
 import threading
-import warnings
 from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any
 
@@ -10,12 +9,13 @@ import torch
 
 from segcapture.callable.binding import bound_to
 from segcapture.callable.buckets import Bucket, with_progress
-from segcapture.callable.calls import Call, Reader, TooLongError, check_function
-from segcapture.callable.captures import Captures, logger
+from segcapture.callable.calls import Call, Reader, TooLongError, as_arguments, check_function
+from segcapture.callable.captures import Captures
 from segcapture.callable.entry import Entry
-from segcapture.callable.settings import check, for_captures
+from segcapture.callable.settings import check, for_captures, logger
 from segcapture.callable.statistics import Counts, Stats
 from segcapture.errors import CaptureFailedError, CaptureStateError
+from segcapture.source import warn
 from segcapture.state import state
 
 
@@ -86,7 +86,7 @@ class GraphedCallable:
     ) -> None:
         options = {option: value for option, value in locals().items() if option not in ("self", "fn")}
         check_function(fn)
-        check(warmup, max_captures, on_error, weights)
+        check(warmup, max_captures, on_error, weights, bucket)
         assert fn is not None
         self.fn = fn
         self.name = name or getattr(fn, "__qualname__", type(fn).__qualname__).rpartition("<locals>.")[2]
@@ -101,8 +101,7 @@ class GraphedCallable:
         self._inside: int | None = None  # the thread that warms up, captures or replays
         if not isinstance(fn, torch.nn.Module):
             functools.update_wrapper(self, fn, updated=())
-        # torch.compile traces none of this.
-        disable: Any = torch.compiler.disable
+        disable: Any = torch.compiler.disable  # torch.compile traces none of this
         self._serve = disable(self._serve_call)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
@@ -244,7 +243,7 @@ class GraphedCallable:
             return
         self._said.add(what)
         if isinstance(error, TooLongError):
-            warnings.warn(f"{self.name} runs eagerly: {error}.", UserWarning, stacklevel=5)
+            warn(f"{self.name} runs eagerly: {error}.", UserWarning)
         else:
             logger.warning("%s runs eagerly with such arguments: %s", self.name, error)
 
@@ -267,15 +266,15 @@ class GraphedCallable:
                 different ones in a request must be different ones here: sharing is part of a signature.
 
         Raises:
-            ValueError: no sizes and no bucket. All that a call raises comes through.
+            ValueError: no sizes and no bucket.
+            TypeError: `inputs` returned something else. All that a call raises comes through.
         """
         if sizes is None:
             if self._bucket is None:
                 raise ValueError("precapture takes sizes where there is no bucket")
             sizes = self._bucket.sizes
         for size in with_progress(sorted(sizes, reverse=True), f"capturing {self.name}"):
-            given = inputs(size)
-            args, kwargs = ((), given) if isinstance(given, dict) else (tuple(given), {})
+            args, kwargs = as_arguments(inputs(size))
             for _ in range(self._options["warmup"] + 1):
                 self(*args, **kwargs)
 
@@ -291,7 +290,8 @@ class GraphedCallable:
             call = self._reader.read(args, kwargs)
             entry = self._captures.find(call.key)
             if entry is None or not entry.captured:
-                raise CaptureStateError(f"{self.name} is not captured for these arguments: call it first.")
+                after = f"{self._options['warmup'] + 1} calls"
+                raise CaptureStateError(f"{self.name} is not captured for these arguments: {after} do it.")
             return entry.static_arguments(call)
 
     def invalidate(self, reason: str) -> None:

@@ -95,7 +95,8 @@ class VerifyReport:
                 f"  {_ADVICE[self.difference.kind]}",
             ]
             if len(self.differences) > 1:
-                lines.append(f"  Later places that differ too: {len(self.differences) - 1}.")
+                later = len(self.differences) - 1
+                lines.append(f"  {later} later place{'s differ' if later > 1 else ' differs'} too.")
         elif self.nondeterminism is None:
             lines.append(
                 f"The capture agrees with the eager function: {len(self.segments)} segments, {self.compared} "
