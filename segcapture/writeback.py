@@ -105,6 +105,17 @@ class Writeback:
             for i in self._leaves
         ]
 
+    def frozen(self) -> list[tuple[str, Any]]:
+        """Path of each plain value in the output that cannot be replaced, and the value at capture."""
+        return [
+            (node.path, node.value)
+            for index, node in enumerate(self._nodes)
+            if not node.container and node.parent not in self._updates and not self._is_tensor(index)
+        ]
+
+    def _is_tensor(self, index: int) -> bool:
+        return issubclass(self._types[index], torch.Tensor)
+
     def _specialised(self, nodes: list[Node]) -> Store:
         """The shortest way to do the same: no walk for one tensor or a flat container of tensors."""
         if self.persistent or len(self.bridges) != sum(isinstance(n.value, torch.Tensor) for n in nodes):

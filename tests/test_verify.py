@@ -1,6 +1,8 @@
 """`verify`: the first segment that differs from the eager function, and nothing left behind."""
 
 import importlib
+import re
+import warnings
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ import torch
 from segcapture import (
     BreakableCUDAGraphCapture,
     CaptureStateError,
+    FrozenValueWarning,
     Live,
     break_graph,
     eager_break_during_capture,
@@ -372,3 +375,69 @@ def test_it_needs_a_complete_capture(backend):
         out = -x
     with backend.capture(), pytest.raises(CaptureStateError, match="leave the `with` block first"):
         g.verify(torch.neg, x, outputs=out)
+
+
+@eager_break_during_capture(name="decide")
+def decide(flag):
+    """A decision on the host."""
+    return bool(flag.all())
+
+
+@eager_break_during_capture(name="masked")
+def masked(t, mask=None):
+    """With a mask or without."""
+    return t * 2 if mask is None else t * mask
+
+
+def test_an_argument_that_was_not_passed_at_capture(backend):
+    """The Python code took another branch; not the function's fault."""
+    choice = [False]
+
+    def f(x):
+        y = x + 1
+        return (masked(y, y * 3) if choice[0] else masked(y)) * 2
+
+    x = backend.tensor(4)
+    with torch.no_grad(), backend.capture() as g:
+        out = f(x)
+    assert g.verify(f, x, outputs=out)
+    choice[0] = True
+    report = g.verify(f, x, outputs=out)
+    assert not report
+    assert report.difference.kind == "passed"
+    assert re.search(r"`mask` of .*masked.*: expected a tensor \[4\], not passed at capture", str(report))
+    assert "took another branch" in str(report)
+    assert "still agreed" not in str(report)
+
+
+def test_a_value_that_a_break_returned_is_named_first(backend):
+    """What comes after it was captured for the old one; alone it is no difference."""
+
+    def f(x, flag):
+        y = x + 1
+        return y * 3 if decide(flag) else y * 5
+
+    def unaffected(x, flag):
+        decide(flag)
+        return x * 2
+
+    x, flag = backend.tensor(4), torch.ones(1, device=backend.device)
+    for function, same in ((f, False), (unaffected, True)):
+        flag.fill_(1)
+        with torch.no_grad(), backend.capture() as g:
+            out = function(x, flag)
+        assert g.verify(function, x, flag, outputs=out)
+        flag.zero_()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FrozenValueWarning)
+            report = g.verify(function, x, flag, outputs=out)
+        assert bool(report) is same
+    flag.fill_(1)
+    with torch.no_grad(), backend.capture() as g:
+        out = f(x, flag)
+    flag.zero_()
+    with pytest.warns(FrozenValueWarning):
+        report = g.verify(f, x, flag, outputs=out)
+    assert report.difference.kind == "returned"
+    told = r"eager segment \d \(decide.*\n  `out` of its output: expected False, found True at capture"
+    assert re.search(told, str(report))

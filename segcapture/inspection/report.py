@@ -18,6 +18,10 @@ _ADVICE = {
     "field": "An eager call keeps a mutable object by identity. If the code has replaced it since the "
     "capture, change the captured object in place, or pass `Live(...)`; if the runs themselves change it, "
     "put it back in before=.",
+    "passed": "The Python code passed other arguments than at capture, or took another branch: it ran then "
+    "alone. Put the decision into a break, or capture once for each.",
+    "returned": "Its inputs still agreed. A plain Python value that a break returns is frozen for what comes "
+    "after it: return a tensor, or put what uses the value into the break.",
     "structure": "Which breaks a run passes is fixed at capture.",
     "final": "Its inputs still agreed: everything compared before it is equal. Look for a tensor that was "
     "re-bound since the capture and for a Python value that the code after the last break read.",
