@@ -229,6 +229,7 @@ class Recording:
         with self._eagerly(), backend.eager():
             # One expression: no variable may hold the output while its owners are counted.
             nodes = walk((stub or fn)(*now_args, **now_kwargs))
+            backend.returned()
             if self._checks is not None:
                 self._checks.returned(nodes)
             if check_grad and any(

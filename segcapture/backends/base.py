@@ -53,7 +53,10 @@ class Backend(Memory, Protocol):
         """End it, run it once if the capture executes, and return it; None if it was empty."""
 
     def eager(self) -> AbstractContextManager[None]:
-        """Around the eager function at capture."""
+        """Around the eager function at capture, and the carrying of its output."""
+
+    def returned(self) -> None:
+        """The function has returned: wait for whoever still borrows its output, before owners are counted."""
 
     def abort(self) -> list[str]:
         """End whatever is open after a failure; returns what went wrong while doing so."""

@@ -183,6 +183,9 @@ class CudaBackend:
         assert self._stream is not None
         return ordered(self._stream, self.forks)
 
+    def returned(self) -> None:
+        """Nobody borrows."""
+
     def abort(self) -> list[str]:
         """End the open capture, however broken, so that torch's state is as after any other."""
         trouble: list[str] = []

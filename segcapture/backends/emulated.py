@@ -77,10 +77,12 @@ class EmulatedBackend:
         tape, self._recorder.tape = self._recorder.tape, None
         return tape if tape is not None and tape.operations else None
 
-    @contextmanager
-    def eager(self) -> Iterator[None]:
-        """Nothing to prepare: operators outside of a tape just run. Afterwards outputs have their owners."""
-        yield
+    def eager(self) -> AbstractContextManager[None]:
+        """Nothing to prepare: operators outside of a tape just run."""
+        return nullcontext()
+
+    def returned(self) -> None:
+        """Outputs of collectives have their owners alone once their Work has let go of them."""
         self._recorder.borrowed.wait_until_returned()
 
     def abort(self) -> list[str]:
