@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from segcapture.backends.refusals import check_function, check_operator
-from segcapture.backends.works import Borrowed, Pending, Wait
+from segcapture.backends.works import Borrowed, Pending, Wait, let_threads_finish
 from segcapture.collectives import has_work, is_collective, is_mark, wait_for
 from segcapture.compiled import kernels_refused, uncompiled
 from segcapture.composites import has_own_dispatch, is_composite, names_of, run_in_parts
@@ -37,7 +37,12 @@ class Tape:
     def __init__(self) -> None:
         self._entries: list[_Entry | Wait] = []
         self._pending: list[Pending] = []
+        self._has_collectives = False
         self.operations = 0
+
+    def __del__(self) -> None:
+        if self._has_collectives:
+            let_threads_finish()
 
     def add(self, entry: "_Entry | Wait") -> None:
         """Append one recorded operator."""
@@ -46,6 +51,7 @@ class Tape:
 
     def begin_work(self) -> Pending:
         """A collective that the code, or else the end of the tape, waits for."""
+        self._has_collectives = True
         self._pending.append(Pending())
         return self._pending[-1]
 

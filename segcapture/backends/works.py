@@ -14,6 +14,15 @@ from segcapture.source import location
 _LONGEST, _LOOK_EVERY = 0.05, 0.0005  # seconds for a thread to drop what it is done with
 
 
+def let_threads_finish() -> None:
+    """Before what may be the last reference to a process group dies.
+
+    torch then joins the threads of gloo while it holds the GIL, for which one of them may be waiting, to drop
+    a tensor: neither would go on.
+    """
+    time.sleep(2 * _LOOK_EVERY)
+
+
 class Pending:
     """The Work of one collective on a tape, which is another one each time the tape runs."""
 
