@@ -11,7 +11,7 @@ import dataclasses
 import enum
 import json
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attr
@@ -178,7 +178,7 @@ class _Replacing:
         inside = self._contents.get(index, ())
         items = [self._value(i) for i in inside]
         changed = any(new is not self._nodes[i].value for new, i in zip(items, inside, strict=True))
-        return _make_tuple(type(node.value), items) if changed else node.value
+        return tuple_like(node.value, items) if changed else node.value
 
     def _update(self, index: int, node: Node) -> None:
         for i in self._contents.get(index, ()):
@@ -198,28 +198,41 @@ def rebuild(value: Any, replace: Callable[[Any], Any]) -> Any:
         return value
     items = [rebuild(item, replace) for item in value]
     changed = any(new is not old for new, old in zip(items, value, strict=True))
-    return _make_tuple(type(value), items) if changed else value
+    return tuple_like(value, items) if changed else value
 
 
-def _make_tuple(kind: Any, items: list[Any]) -> Any:
+def tuple_like(value: tuple[Any, ...], items: list[Any]) -> Any:
+    """A tuple of the class and with the attributes of another, and with other items."""
+    kind: Any = type(value)
     # The results of `max` and `topk` are struct sequences, which tuple.__new__ refuses.
-    return kind(items) if hasattr(kind, "n_sequence_fields") else tuple.__new__(kind, items)
+    made = kind(items) if hasattr(kind, "n_sequence_fields") else tuple.__new__(kind, items)
+    if attributes := getattr(value, "__dict__", None):
+        vars(made).update(attributes)
+    return made
+
+
+def attributes_besides(value: Any, content: Sequence[Child]) -> list[tuple[str, Any]]:
+    """Name and value of what a container or record has besides its items and fields.
+
+    A subclass of list, tuple or dict may have attributes, a record such that are no fields. Hugging Face's
+    `ModelOutput` has its items as attributes of their names, and sets the two together.
+    """
+    attributes: Mapping[str, Any] | None = getattr(value, "__dict__", None)
+    if not attributes:
+        return []
+    known = {key: item for key, _, item in content}
+    return [(name, item) for name, item in attributes.items() if name not in known or known[name] is not item]
 
 
 def out_of_reach(value: Any) -> str | None:
-    """What holds tensors in a container or leaf that `walk` does not find: an attribute, its items, or None.
-
-    A subclass of list, tuple or dict may have attributes, a record such that are no fields.
-    """
+    """What holds tensors where `walk` finds none, in a container or leaf: an attribute, or its items."""
     if isinstance(value, _HOLDERS):
         items = value.values() if isinstance(value, types.MappingProxyType) else value
         return "its items" if any(isinstance(item, torch.Tensor) for item in items) else None
-    attributes = getattr(value, "__dict__", None)
-    if not attributes or not (isinstance(value, tuple | list | dict) or _is_record(value)):
+    if not (isinstance(value, tuple | list | dict) or _is_record(value)):
         return None
-    found = {id(item) for _, _, item in children(value) or ()}
-    for name, item in attributes.items():
-        if id(item) not in found and any(isinstance(node.value, torch.Tensor) for node in walk(item)):
+    for name, item in attributes_besides(value, children(value) or ()):
+        if next(tensors_in(item), None) is not None:
             return f"its attribute `{name}`"
     return None
 

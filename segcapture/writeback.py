@@ -169,7 +169,7 @@ class Writeback:
                 and old.container == new.container
                 and old.same_as == new.same_as
                 and (not old.container or old_type is type(new.value))
-                and isinstance(new.value, torch.Tensor) == issubclass(old_type, torch.Tensor)
+                and isinstance(new.value, torch.Tensor) == self._is_tensor(index)
             )
             if not same_kind:
                 raise OutputMismatchError(
@@ -227,7 +227,7 @@ def _equal(old: Any, new: Any) -> bool:
 
 def _same_key(old: Any, new: Any) -> bool:
     """Keys of one `repr` may be different ones."""
-    return old is new or (type(old) is type(new) and _equal(old, new))
+    return old is new or _equal(old, new)
 
 
 def _describe_type(kind: type) -> str:

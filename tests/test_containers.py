@@ -153,10 +153,17 @@ def with_attribute(kind, h):
     return made
 
 
+def first_by_name(h):
+    made = Items([h + 1])
+    made.first = made[0]
+    return made
+
+
 HIDDEN = {
     "dataclass": (lambda h: Data(h + 1), r"its attribute `double`"),
     "list": (lambda h: {"k": with_attribute(Items, h)}, r'at `out\["k"\]`, in which its attribute `mask`'),
     "tuple": (lambda h: with_attribute(Pair, h), r"its attribute `mask`"),
+    "an item of a list": (first_by_name, r"its attribute `first`"),
     "deque": (lambda h: (h, deque([h + 1])), r"deque at `out\[1\]`, in which its items"),
     "set": (lambda h: [{h + 1}], r"set at `out\[0\]`, in which its items"),
     "mapping": (lambda h: types.MappingProxyType({"k": h + 1}), r"mappingproxy at `out`, in which its items"),
@@ -173,6 +180,23 @@ def test_a_tensor_that_cannot_be_reached_is_refused(backend, name):
     with pytest.raises(CaptureFailedError, match=message), torch.no_grad(), backend.capture():
         made(x * 2)
     backend.check(lambda t: t * 2, [x], "g")
+
+
+def test_plain_attributes_of_a_tuple_stay(backend):
+    """It is made anew around the bridges, as it was."""
+
+    @eager_break_during_capture
+    def made(h):
+        pair = Pair([h + 1, h * 3])
+        pair.scale = 3
+        return pair
+
+    def model(x):
+        pair = made(x * 2)
+        assert type(pair) is Pair
+        return (pair[0] + pair[1]) * pair.scale
+
+    backend.check(model, [backend.tensor(4)], "geg")
 
 
 class Output(ModelOutput):

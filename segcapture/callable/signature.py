@@ -11,7 +11,7 @@ from segcapture.callable.buckets import Padded
 from segcapture.errors import CaptureFailedError
 from segcapture.memory import byte_range
 from segcapture.ownership import storage_id
-from segcapture.structure import Child, Node, children, is_plain_object, walk
+from segcapture.structure import Child, Node, attributes_besides, children, is_plain_object, walk
 
 PLAIN = frozenset((bool, int, str, bytes, NoneType, torch.dtype, torch.device, torch.Size))
 """Types of values that are compared by value."""
@@ -144,13 +144,7 @@ class Reading:
 
     def _attributes(self, kind: type, value: Any, content: Sequence[Child]) -> None:
         """What a container or record has besides its items and fields."""
-        attributes: Mapping[str, Any] | None = getattr(value, "__dict__", None)
-        if not attributes:
-            return
-        known = {name: child for name, _, child in content}
-        for name, item in attributes.items():
-            if name in known and known[name] is item:
-                continue
+        for name, item in attributes_besides(value, content):
             for node in walk(item):
                 place = f".{name}{node.path.removeprefix('out')}"
                 if isinstance(node.value, torch.Tensor):

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from segcapture.structure import _make_tuple, children, is_plain_object, set_item, tensors_in
+from segcapture.structure import children, is_plain_object, set_item, tensors_in, tuple_like
 
 Replace = Callable[[torch.Tensor], torch.Tensor]
 
@@ -38,10 +38,7 @@ class _Copier:
         if content is None:
             return value
         if isinstance(value, tuple):
-            copied = _make_tuple(type(value), [self.copy(child, in_object) for _, _, child in content])
-            if attributes := getattr(value, "__dict__", None):
-                vars(copied).update(attributes)
-            return copied
+            return tuple_like(value, [self.copy(child, in_object) for _, _, child in content])
         if is_plain_object(value):
             if not self._objects or id(value) in self._keep or next(tensors_in(value), None) is None:
                 return value

@@ -44,9 +44,10 @@ def decode(size: str = "hidden 2048") -> str:
 def serving() -> str:
     """Served functions: requests or tokens per second, or the host time of a call. Empty until measured."""
     lines = ["| what | how | host us | per second |", "| --- | --- | --- | --- |"]
-    if "serving" not in results():
+    found = results().get("serving")
+    if found is None:
         return ""
-    for row in results()["serving"]["rows"]:
+    for row in found["rows"]:
         rate = f"{_median(row['per_s']):.0f}" if "per_s" in row else ""
         host = f"{_median(row['host_us']):.0f}" if "host_us" in row and not rate else ""
         if rate or host:
