@@ -1,10 +1,13 @@
 """The ambient state of a thread: grad mode, inference mode, autocast and device (contract C7)."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 import attrs
 import torch
+
+_any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
+_device_index: Callable[[], int] = torch._C._accelerator_getDeviceIndex
 
 
 @attrs.frozen
@@ -34,13 +37,16 @@ class Ambient:
 
     def is_current(self) -> bool:
         """Whether the calling thread's state is this one, but for the dtype of an autocast that is off."""
+        if (torch.is_grad_enabled(), torch.is_inference_mode_enabled()) != (self.grad, self.inference):
+            return False
+        if self.device is not None and _device_index() != self.device:
+            return False
+        if not _any_autocast():  # one question for four: each replay asks
+            return not (self.autocast[0] or self.autocast_cpu[0])
         kind = self.device_type
         return (
-            torch.is_grad_enabled() is self.grad
-            and torch.is_inference_mode_enabled() is self.inference
-            and torch.is_autocast_enabled(kind) is self.autocast[0]
+            torch.is_autocast_enabled(kind) is self.autocast[0]
             and torch.is_autocast_enabled("cpu") is self.autocast_cpu[0]
-            and (self.device is None or torch.accelerator.current_device_index() == self.device)
             and (not self.autocast[0] or torch.get_autocast_dtype(kind) is self.autocast[1])
             and (not self.autocast_cpu[0] or torch.get_autocast_dtype("cpu") is self.autocast_cpu[1])
         )

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
+import attrs
 import torch
 
 from segcapture.backends.driver import Driver, get_driver
@@ -260,6 +261,8 @@ class CudaBackend:
         base = base_ambient(segments)
         watch = watch or nvtx_ranges()
         program = Program(segments, [step_of(segment, base, watch) for segment in segments], watch)
+        if base is not None and base.device == self.device.index:
+            base = attrs.evolve(base, device=None)  # the runner sees to it
         return under(base, self._runner(program, calls=base is not None))
 
     def _runner(self, program: Program, *, calls: bool = True) -> Callable[[], None]:
@@ -271,11 +274,12 @@ class CudaBackend:
         lane, device, run, handle = self._state.lane, self.device, program.run, self._driver.handle
         lock, index = lane.lock, device.index
         current_device, current = torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream
+        is_capturing: Callable[[], bool] = torch._C._cuda_isCurrentStreamCapturing
 
         def run_in_order() -> None:
             # On the right device already, the lock stands in for a context that does nothing, but cheaply.
             with lock if current_device() == index else torch.cuda.device(device), lock:
-                if calls and torch.cuda.is_current_stream_capturing():
+                if calls and is_capturing():
                     raise CaptureStateError(
                         "The current stream is being captured by torch.cuda.graph or another library, and "
                         "eager segments cannot be: replay outside of it."

@@ -8,7 +8,7 @@ cuda-python, and `TorchDriver` does what torch's own API can.
 import ctypes
 import functools
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -29,8 +29,11 @@ class Driver(Protocol):
     def is_valid(self, raw: int) -> bool:
         """Whether the stream is capturing, and can go on."""
 
-    def forked_into(self, raw: int, candidates: Mapping[int, torch.cuda.Stream]) -> list[torch.cuda.Stream]:
-        """Those of the candidates (by raw handle) that are forked into the capture of a stream."""
+    def question(self, handles: Sequence[int]) -> Callable[[], list[int]]:
+        """Tells which of these streams are capturing when it is called."""
+
+    def capture_id(self, raw: int) -> int:
+        """Which capture a capturing stream belongs to; 0 where it cannot be known."""
 
     def join(self, raw: int, forks: Sequence[torch.cuda.Stream]) -> int:
         """Make a capturing stream wait for everything in its capture: joins all forks.
@@ -82,7 +85,7 @@ class CudaDriver:
         self.handle = _Handles(driver.CUstream).__getitem__
         # Asked of 128 streams at each boundary: cuda-python takes twice as long, to make an enum each time.
         library = ctypes.PyDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
-        self._is_capturing, self._pointers = library.cuStreamIsCapturing, _Handles(ctypes.c_void_p)
+        self._is_capturing = library.cuStreamIsCapturing
 
     def _call(self, name: str, *args: Any) -> tuple[Any, ...]:
         """Call the driver; a status other than success is a RuntimeError with its code."""
@@ -108,20 +111,23 @@ class CudaDriver:
         """Status, id, graph, dependencies, ... The tuple grew at its end with cuda-bindings 13."""
         return self._call("cuStreamGetCaptureInfo", self.handle(raw))
 
-    def forked_into(self, raw: int, candidates: Mapping[int, torch.cuda.Stream]) -> list[torch.cuda.Stream]:
-        """Full information costs more, so the cheap question comes first.
+    def question(self, handles: Sequence[int]) -> Callable[[], list[int]]:
+        """One that answers with an error counts as capturing, and raises when it is asked for more."""
+        answers = (ctypes.c_int * len(handles))()
+        pointers = [ctypes.c_void_p(raw) for raw in handles]
+        into = [ctypes.byref(answers, i * ctypes.sizeof(ctypes.c_int)) for i in range(len(handles))]
 
-        A stream that answers with an error counts as capturing, and raises when it is asked for more.
-        """
-        answer = ctypes.c_int()
-        ask, pointers, into = self._is_capturing, self._pointers, ctypes.byref(answer)
-        capturing = [other for other in candidates if ask(pointers[other], into) or answer.value]
-        if not capturing:
-            return []
-        mine = int(self._info(raw)[1])
-        return [
-            candidates[other] for other in capturing if other != raw and int(self._info(other)[1]) == mine
-        ]
+        def ask() -> list[int]:
+            errors = list(map(self._is_capturing, pointers, into))
+            if not any(errors) and not bytes(answers).strip(b"\0"):
+                return []
+            return [raw for raw, *found in zip(handles, errors, answers, strict=True) if any(found)]
+
+        return ask
+
+    def capture_id(self, raw: int) -> int:
+        """By `cuStreamGetCaptureInfo`, which costs more than the question whether it is capturing."""
+        return int(self._info(raw)[1])
 
     def join(self, raw: int, forks: Sequence[torch.cuda.Stream]) -> int:
         """By the nodes that nothing depends on, so that streams which nobody knows are joined too."""
@@ -208,9 +214,13 @@ class TorchDriver:
         with torch.cuda.stream(self._stream(raw)):
             return torch.cuda.is_current_stream_capturing()
 
-    def forked_into(self, raw: int, candidates: Mapping[int, torch.cuda.Stream]) -> list[torch.cuda.Stream]:
-        """All candidates that are capturing: with captures in other threads too many."""
-        return [stream for other, stream in candidates.items() if other != raw and self.is_valid(other)]
+    def question(self, handles: Sequence[int]) -> Callable[[], list[int]]:
+        """Stream by stream."""
+        return lambda: [raw for raw in handles if self.is_valid(raw)]
+
+    def capture_id(self, raw: int) -> int:
+        """Not known: with captures in other threads, too many streams count as forked."""
+        return 0
 
     def join(self, raw: int, forks: Sequence[torch.cuda.Stream]) -> int:
         """Stream by stream; the nodes are not known."""

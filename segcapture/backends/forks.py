@@ -35,24 +35,30 @@ class Forks:
     def __init__(self, main: torch.cuda.Stream, device: torch.device, driver: Driver) -> None:
         self._main = main
         self._driver = driver
-        self._candidates = torch_streams(device)
+        self._known = torch_streams(device)
+        self._ask = driver.question(list(self._known))
         self.streams: tuple[torch.cuda.Stream, ...] = ()
         self.current: torch.cuda.Stream | None = None
         """The stream that is current in the user's code, if it is not the capture's own."""
 
     def join(self) -> int:
         """Find the forked streams and join them all, before a segment ends; returns its node count."""
+        self.streams = self._find()
+        return self._driver.join(self._main.cuda_stream, self.streams)
+
+    def _find(self) -> tuple[torch.cuda.Stream, ...]:
         raw = self._main.cuda_stream
-        candidates = self._candidates
         self.current = None
         if torch._C._cuda_getCurrentRawStream(self._main.device_index) != raw:
             self.current = torch.cuda.current_stream()
-        # Streams from outside of torch are found while they are current, and remembered.
-        strangers = self.streams if self.current is None else (*self.streams, self.current)
+        capturing = {other: self._known[other] for other in self._ask()}
+        # Streams from outside of torch are found while they are current, and remembered while forked.
+        strangers = {s.cuda_stream: s for s in self.crossing() if s.cuda_stream not in self._known}
         if strangers:
-            candidates = {**candidates, **{s.cuda_stream: s for s in strangers}}
-        self.streams = tuple(self._driver.forked_into(raw, candidates))
-        return self._driver.join(raw, self.streams)
+            capturing |= {other: strangers[other] for other in self._driver.question(list(strangers))()}
+        capturing.pop(raw, None)
+        mine = self._driver.capture_id(raw) if capturing else 0
+        return tuple(s for other, s in capturing.items() if self._driver.capture_id(other) == mine)
 
     def fork(self) -> None:
         """Fork them into the capture again: after a segment began."""

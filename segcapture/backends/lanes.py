@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from segcapture.backends.driver import Driver, get_driver
+from segcapture.backends.forks import ordered
 from segcapture.backends.pool_memory import allocating_from
 
 # Before 2.12 a generator knows only one capture at a time, whatever thread it is in.
@@ -109,14 +110,9 @@ class Lane:
         """Run eager code on a stream of the lane, ordered with the current stream both ways."""
         with torch.cuda.device(self.stream.device):
             outer = torch.cuda.current_stream()
-            with self.turn(outer.cuda_stream):
-                stream.wait_stream(outer)
-                try:
-                    with torch.cuda.stream(stream):
-                        self.workspace.prepare()
-                        yield
-                finally:
-                    outer.wait_stream(stream)
+            with self.turn(outer.cuda_stream), ordered(outer, [stream]), torch.cuda.stream(stream):
+                self.workspace.prepare()
+                yield
 
     @contextmanager
     def capturing(self, stream: torch.cuda.Stream) -> Iterator[None]:
@@ -129,13 +125,11 @@ class Lane:
             self.move_to(stream.cuda_stream)
             self.running, self.free = stream.cuda_stream, False
             try:
-                stream.wait_stream(outer)
-                with torch.cuda.stream(stream):
+                with ordered(outer, [stream]), torch.cuda.stream(stream):
                     self.workspace.prepare()
                     yield
             finally:
                 self.running, self.free = around, chosen
-                outer.wait_stream(stream)
                 self.last = outer.cuda_stream
                 self.move_back()
 
