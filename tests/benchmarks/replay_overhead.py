@@ -6,12 +6,14 @@ from collections.abc import Sequence
 
 import torch
 from contenders import (
+    BARE,
     C_LOOP,
     EAGER,
     OURS,
     PEER,
     TORCH,
     Break,
+    bare_loop,
     c_loop,
     capture_ours,
     capture_peer,
@@ -67,7 +69,11 @@ def contenders(bench: Bench, work: Work) -> dict[str, Factory]:
     def ours() -> BreakableCUDAGraphCapture:
         return capture_ours(work.body(eager_break_during_capture(nothing)), bench.device)
 
-    found: dict[str, Factory] = {OURS: lambda: ours().replay, EAGER: lambda: work.body(nothing)}
+    found: dict[str, Factory] = {
+        OURS: lambda: ours().replay,
+        EAGER: lambda: work.body(nothing),
+        BARE: lambda: bare_loop(ours()),
+    }
     if bench.cuda:
         found[TORCH] = lambda: capture_torch(work.body(nothing)).replay
         if has_compiler():
@@ -120,6 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         case = f"{breaks} breaks of a no-op"
         found = bench.run(case, contenders(bench, work), check=work.check, calls=20)
         bench.target(f"{case}, host, against the C loop", ratio(found, OURS, C_LOOP), 1.10)
+        bench.target(f"{case}, host, against a bare Python loop of the same", ratio(found, OURS, BARE), 1.10)
 
         work = Work(bench.device, 1, 0, tail=False)
         found = bench.run("no break", contenders(bench, work), check=work.check, burst=5 if small else 100)
