@@ -42,6 +42,9 @@ class StaticInputs:
         self._pointers = [tensor.data_ptr() for tensor in self.tensors]
         self._storages = frozenset(map(storage_id, self.tensors))
         self._firsts = self._first_of_each()
+        # Layouts belong to the signature, so these hold for the tensors of every call.
+        self._repeats = list(map(has_repeats, self.tensors))
+        self._one_by_one = any(t.is_conj() or t.is_neg() for t in self.tensors)
         self._on_host = any(t.device.type == "cpu" for t in self.tensors)
         self.mutated: list[int] = []
         """Positions of those that the function writes to."""
@@ -108,11 +111,11 @@ class StaticInputs:
                 how = self._padded[i][0]
                 pad_into(target, tensor, how.dim, how.fill)
             elif tensor.data_ptr() != self._pointers[i]:
-                if has_repeats(target):
+                if self._repeats[i]:
                     target, tensor = without_repeats(target), without_repeats(tensor)
                 targets.append(target)
                 sources.append(tensor)
-        _copy_all(targets, sources)
+        self._copy(targets, sources)
         if self.watched:
             self._versions = list(map(_version, self.tensors))
 
@@ -174,7 +177,19 @@ class StaticInputs:
                 continue
             targets.append(tensor)
             sources.append(static)
-        _copy_all(targets, sources)
+        self._copy(targets, sources)
+
+    def _copy(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        if not targets:
+            return
+        if torch.is_grad_enabled():  # else the context would cost as much as a copy
+            with torch.no_grad():
+                self._copy(targets, sources)
+        elif len(targets) == 1 or self._one_by_one:  # a list may have no lazy conjugates or negatives
+            for target, source in zip(targets, sources, strict=True):
+                target.copy_(source)
+        else:
+            torch._foreach_copy_(targets, sources)
 
 
 def _given(position: int, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -200,18 +215,6 @@ def _other_view_of_given(
 
 def _apart(tensor: torch.Tensor) -> torch.Tensor:
     return without_repeats(tensor).clone().expand(tensor.shape)
-
-
-def _copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    if not targets:
-        return
-    with torch.no_grad():
-        # For one it is cheaper, and a list may have no lazy conjugates or negatives.
-        if len(targets) == 1 or any(t.is_conj() or t.is_neg() for t in targets):
-            for target, source in zip(targets, sources, strict=True):
-                target.copy_(source)
-        else:
-            torch._foreach_copy_(targets, sources)
 
 
 def _placed(tensors: Sequence[torch.Tensor], shares: Sequence[Share]) -> list[tuple[int, torch.Tensor]]:

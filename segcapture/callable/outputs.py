@@ -7,7 +7,7 @@ import torch
 
 from segcapture.callable.hidden import check_within_reach
 from segcapture.callable.inputs import Give, StaticInputs
-from segcapture.callable.trees import copy_tree
+from segcapture.callable.trees import copy_tree, template
 from segcapture.capture import BreakableCUDAGraphCapture
 from segcapture.errors import CaptureFailedError
 from segcapture.ownership import storage_id
@@ -48,7 +48,10 @@ class Outputs:
         self._returned = {give.args[0] for give in self._given.values()}
         # With clones nothing of them is in a caller's hands.
         self._lent = frozenset() if clone else frozenset(map(storage_id, filter(_is_dense, self._made)))
-        self._single = isinstance(out, torch.Tensor) and bool(self._made)
+        self._all_dense = all(map(_is_dense, self._made))
+        self._rebuild = None
+        if not self._given:
+            self._rebuild = template(out, {id(tensor): i for i, tensor in enumerate(self._made)})
 
     @property
     def nbytes(self) -> int:
@@ -82,9 +85,10 @@ class Outputs:
 
     def collect(self, tensors: Sequence[torch.Tensor], length: int) -> Any:
         """The outputs of the replay that just ran, for a call with these tensors."""
-        if self._single:
-            return self._copies(length)[0]
-        copies = {id(old): new for old, new in zip(self._made, self._copies(length), strict=True)}
+        made = self._copies(length)
+        if self._rebuild is not None:
+            return self._rebuild(made)
+        copies = {id(old): new for old, new in zip(self._made, made, strict=True)}
 
         def replace(tensor: torch.Tensor) -> torch.Tensor:
             if id(tensor) in self._given:
@@ -94,10 +98,12 @@ class Outputs:
         return copy_tree(self._out, replace, objects=True, keep=self._keep)
 
     def _copies(self, length: int) -> list[torch.Tensor]:
-        found = [t if id(t) not in self._cut else t.narrow(self._cut[id(t)], 0, length) for t in self._made]
+        found = self._made
+        if self._cut:
+            found = [t if id(t) not in self._cut else t.narrow(self._cut[id(t)], 0, length) for t in found]
         if not self._clone:
             return found
-        if len(found) < 2 or not all(map(_is_dense, found)):
+        if len(found) < 2 or not self._all_dense:
             return [tensor.clone() for tensor in found]
         made = [torch.empty_like(tensor) for tensor in found]
         torch._foreach_copy_(made, found)

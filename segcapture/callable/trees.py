@@ -1,7 +1,8 @@
 """Copies of nested arguments and outputs with other tensors in them."""
 
 import copy
-from collections.abc import Callable, Collection
+import operator
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from segcapture.structure import children, is_plain_object, set_item, tensors_in, tuple_like
 
 Replace = Callable[[torch.Tensor], torch.Tensor]
+Template = Callable[[Sequence[torch.Tensor]], Any]
 
 
 def copy_tree(value: Any, replace: Replace, *, objects: bool = False, keep: Collection[int] = ()) -> Any:
@@ -19,6 +21,32 @@ def copy_tree(value: Any, replace: Replace, *, objects: bool = False, keep: Coll
     whose id is in `keep`.
     """
     return _Copier(replace, objects, keep).copy(value)
+
+
+def template(value: Any, positions: Mapping[int, int]) -> Template | None:
+    """What `copy_tree` does with tensors in plain tuples, lists and dicts, with everything looked up before.
+
+    Takes the new tensors; `positions` has the place of each old one, by its id, among them. None where
+    `value` holds anything else (a plain value may change: an eager segment writes it back), or a container
+    twice.
+    """
+    return _template(value, positions, set())
+
+
+def _template(value: Any, positions: Mapping[int, int], seen: set[int]) -> Template | None:
+    if isinstance(value, torch.Tensor):
+        return operator.itemgetter(positions[id(value)])
+    kind = type(value)
+    if kind not in (tuple, list, dict) or id(value) in seen:
+        return None
+    seen.add(id(value))
+    items = value.values() if kind is dict else value
+    parts: list[Any] = [_template(item, positions, seen) for item in items]
+    if None in parts:
+        return None
+    if kind is dict:
+        return lambda made: dict(zip(value, [part(made) for part in parts], strict=True))
+    return lambda made: kind([part(made) for part in parts])
 
 
 class _Copier:
