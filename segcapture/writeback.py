@@ -1,60 +1,20 @@
 """Outputs of an eager segment: bridged at capture, checked and written back at replay (contract C4)."""
 
-import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any
 
-import attrs
 import torch
 
-from segcapture.bridges import Bridges, Memory, check_layout, check_repeats, unbridgeable
+from segcapture.bridges import Bridges, Memory
 from segcapture.errors import CaptureFailedError, FrozenValueWarning, OutputMismatchError
-from segcapture.memory import Sharing, copy_into, same_memory
-from segcapture.ownership import fresh_nodes, own_alias, owned_by_us_alone, storage_id
+from segcapture.leaves import leaf_reader
+from segcapture.memory import Sharing
+from segcapture.ownership import fresh_nodes, storage_id
+from segcapture.persistent import Holders, Persistent, keep
 from segcapture.source import warn
 from segcapture.structure import Node, out_of_reach, replace_items, set_item, walk
 
 Store = Callable[[Any], None]
-
-
-class Holders(Protocol):
-    """Tells how many references to a tensor the capture's own recorded calls keep."""
-
-    def __call__(self, tensor: torch.Tensor, /) -> int: ...
-
-
-@attrs.frozen(eq=False)
-class Persistent:
-    """A leaf that is somebody's memory: an argument, or a tensor that others own too."""
-
-    path: str
-    tensor: torch.Tensor
-    """An alias that is no owner."""
-    captured: "tuple[weakref.ref[torch.Tensor], ...]"
-    """The captured tensors on its storage; empty where nothing may be copied to it."""
-
-    def check(self, new: Any, where: str) -> None:
-        """Accept the same shape, dtype and device."""
-        check_layout(where, self.path, self.tensor, new)
-
-    def store(self, new: torch.Tensor, holders: Holders, where: str) -> None:
-        """Accept the same memory, or copy where nobody else can see the captured tensor."""
-        if same_memory(self.tensor, new):
-            return
-        if not self.captured or not owned_by_us_alone(self.tensor, self.captured, holders):
-            owner = "memory that others own too" if self.captured else "the memory of an argument or subclass"
-            raise OutputMismatchError(
-                f"{where} returned other memory at `{self.path}`: later segments read {owner}, "
-                f"{_place(self.tensor)}, found {_place(new)}. Copying would change the owner's data, not "
-                f"copying would be stale: return a new tensor (`.clone()`), or the same one each time."
-            )
-        check_repeats(where, self.path, self.tensor, new)
-        with torch.no_grad():
-            copy_into(self.tensor, new)
-
-
-def _place(tensor: torch.Tensor) -> str:
-    return f"0x{tensor.data_ptr():x} with strides {list(tensor.stride())}"
 
 
 class Writeback:
@@ -87,10 +47,26 @@ class Writeback:
         self._updates = kept
         self._order = {node.path: index for index, node in enumerate(nodes)}
         self._leaves = sorted([*bridges.nodes, *persistent])
-        self.store: Store = self._specialised(nodes)
+        self._read = leaf_reader(nodes[0].value)
+        plain = [index for index, node in enumerate(nodes) if not node.container]  # in the order of reading
+        self._bridged = [plain.index(index) for index in bridges.nodes]
+        self._tensors = [plain.index(index) for index in self._leaves]
+        self._unchanged = [
+            (i, self._check_of(index)) for i, index in enumerate(plain) if index not in bridges.position
+        ]
+        self.store: Store = self._store_tree if self._read is None else self._store_plain
+        if len(nodes) == len(bridges) == 1:
+            self.store = bridges.store_one
         for index, node in enumerate(nodes):  # keep no tensor alive, and no container without need
             if index not in kept and (node.container or isinstance(node.value, torch.Tensor)):
                 node.value = None
+
+    def _check_of(self, index: int) -> Callable[[Any], bool]:
+        """Whether a leaf that is no bridge is as it was, so that nothing is to be done about it."""
+        if index in self.persistent:
+            return self.persistent[index].is_same
+        node, replaced = self._nodes[index], self._nodes[index].parent in self._updates
+        return lambda new: node.value is new or (not replaced and _equal(node.value, new))
 
     @property
     def expects_none(self) -> bool:
@@ -116,32 +92,19 @@ class Writeback:
     def _is_tensor(self, index: int) -> bool:
         return issubclass(self._types[index], torch.Tensor)
 
-    def _specialised(self, nodes: list[Node]) -> Store:
-        """The shortest way to do the same: no walk for one tensor or a flat container of tensors."""
-        if self.persistent or len(self.bridges) != sum(isinstance(n.value, torch.Tensor) for n in nodes):
-            return self._store_tree
-        if len(nodes) == 1 and len(self.bridges) == 1:
-            return self.bridges.store_one
-        root = nodes[0].value
-        flat = len(nodes) == 1 + len(self.bridges) and not self._updates
-        if flat and isinstance(root, tuple | list):
-            return self._store_sequence
-        if flat and isinstance(root, dict):
-            self._keys = list(root)
-            return self._store_dict
-        return self._store_tree
-
-    def _store_sequence(self, out: Any) -> None:
-        if type(out) is not self._types[0] or len(out) != len(self.bridges):
+    def _store_plain(self, out: Any) -> None:
+        """An output of plain containers, in the usual case: the rest is left to the walk."""
+        assert self._read is not None
+        found: list[Any] = []
+        if not self._read(out, found) or not all(check(found[i]) for i, check in self._unchanged):
             self._store_tree(out)
-        else:
-            self.bridges.store(out)
-
-    def _store_dict(self, out: Any) -> None:
-        if type(out) is not self._types[0] or list(out) != self._keys:
-            self._store_tree(out)
-        else:
-            self.bridges.store(list(out.values()))
+            return
+        bridged = [found[i] for i in self._bridged] if self._unchanged else found
+        if self.persistent:
+            self.bridges.check_layouts(bridged)
+            leaves = [found[i] for i in self._tensors]
+            self._sharing.check(leaves, [leaf.data_ptr() for leaf in leaves])
+        self.bridges.store(bridged)
 
     def _store_tree(self, out: Any) -> None:
         """Any structure: compare node by node, then write the leaves back."""
@@ -273,9 +236,7 @@ def plan(
         else:
             kept.append(index)
     groups = {i: storage_id(nodes[i].value) for i in leaves}
-    persistent = {
-        i: _keep(i, nodes, [j for j in kept if groups[j] == groups[i]], given, memory) for i in kept
-    }
+    persistent = {i: keep(i, nodes, [j for j in kept if groups[j] == groups[i]], given, memory) for i in kept}
     received = bridges.build()
     root = replace_items(nodes, received)
     for i, bridge in received.items():
@@ -288,17 +249,3 @@ def plan(
         [groups[i] for i in leaves],
     )
     return root, Writeback(nodes, where, bridges, persistent, holders, sharing, fresh)
-
-
-def _keep(
-    index: int, nodes: list[Node], same_storage: list[int], given: set[int], memory: Memory
-) -> Persistent:
-    """A leaf that is not fresh, as an alias or, where memory does not show all of it, as itself."""
-    path, tensor = nodes[index].path, nodes[index].value
-    if unbridgeable(tensor):
-        return Persistent(path, tensor, ())
-    alias = memory.alias(tensor)
-    if alias is not None or storage_id(tensor) in given:
-        return Persistent(path, own_alias(tensor) if alias is None else alias, ())
-    seen = {id(nodes[i].value): weakref.ref(nodes[i].value) for i in same_storage}
-    return Persistent(path, own_alias(tensor), tuple(seen.values()))
