@@ -14,6 +14,7 @@ from segcapture.ambient import Ambient
 from segcapture.backends import make_backend
 from segcapture.backends.base import Replayer
 from segcapture.errors import CaptureFailedError, CaptureStateError
+from segcapture.guard import Guard
 from segcapture.inspection.methods import Inspection
 from segcapture.operators import OperatorBreaks
 from segcapture.options import Options
@@ -112,6 +113,7 @@ class BreakableCUDAGraphCapture(Inspection):
         self._status = status
         self._segments: tuple[Segment, ...] = ()
         self._replayer: Replayer | None = None
+        self._guard: Guard | None = None
 
     @classmethod
     def current(cls) -> "BreakableCUDAGraphCapture | None":
@@ -189,7 +191,8 @@ class BreakableCUDAGraphCapture(Inspection):
         recording.leave(failure)
         if failure is None:
             self._segments = tuple(recording.segments)
-            self._replayer = self._backend.replayer(self._segments, recording.guard)
+            self._guard = recording.guard
+            self._replayer = self._backend.replayer(self._segments, self._guard)
             self._status = _Status.READY
         elif failure is not error:
             try:

@@ -145,9 +145,10 @@ class Writeback:
             longer = found if len(found) > len(self._nodes) else self._nodes
             extra = longer[min(len(found), len(self._nodes))]
             verb = "an additional" if longer is found else "no"
+            before, now = (sum(n.parent == extra.parent for n in nodes) for nodes in (self._nodes, found))
             raise OutputMismatchError(
-                f"{self.where} returned {verb} `{extra.path}`: {len(self._nodes)} items at capture, "
-                f"{len(found)} now. The structure of an output is fixed at capture."
+                f"{self.where} returned {verb} `{extra.path}`: {before} items there at capture, {now} now. "
+                f"The structure is fixed at capture: pad it to one length, or use it in the break."
             )
 
     def _update_value(self, index: int, old: Node, new: Any, container: Any) -> None:

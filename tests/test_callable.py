@@ -165,6 +165,7 @@ GUARDS = [torch.no_grad, torch.inference_mode]
 SPECS = st.tuples(st.lists(st.sampled_from(LEAVES), min_size=1, max_size=4), st.sampled_from(NESTS))
 
 
+@pytest.mark.filterwarnings("ignore:.*signatures, and the oldest is dropped")
 @settings(
     max_examples=EXAMPLES,
     deadline=None,
@@ -634,11 +635,38 @@ def test_the_least_recently_used_capture_goes_first(backend):
 
 
 def test_signatures_that_are_never_captured_do_not_pile_up(backend):
-    """A new shape at each call."""
+    """A new shape at each call: said once, with what is new each time."""
     g = graphed(backend, lambda x: x + 1, max_captures=2)
-    for n in range(1, 40):
+    for n in range(1, 9):
+        g(backend.tensor(n))
+    with pytest.warns(UserWarning, match=r"9 signatures.*x: shape \[9\], not \[8\].*as a tensor"):
+        g(backend.tensor(9))
+    for n in range(10, 40):
         g(backend.tensor(n))
     assert len(g.stats().signatures) == 8
+    assert g.stats().evictions == 31
+
+
+def test_a_replay_that_fails_is_not_counted(backend):
+    """The exception of an eager function comes through, and the next call is right."""
+
+    @eager_break_during_capture
+    def risky(x):
+        if broken:
+            raise ZeroDivisionError
+        return x * 2
+
+    broken = False
+    g = graphed(backend, lambda x: risky(x) + 1, warmup=0)
+    x = backend.tensor(3)
+    g(x)
+    broken = True
+    with pytest.raises(ZeroDivisionError):
+        g(x)
+    assert state_of(g) == {"captures": 1}
+    broken = False
+    assert_same(g(x), x * 2 + 1)
+    assert state_of(g) == {"captures": 1, "replays": 1}
 
 
 def test_clear_frees_everything(backend):
@@ -886,6 +914,8 @@ def test_lengths_must_agree(backend):
         g(backend.tensor(3), backend.tensor(4))
     with pytest.raises(ValueError, match="none was given"):
         g()
+    with pytest.raises(ValueError, match=r"names y, a list: name the tensors in it, as in 'y\[0\]'"):
+        g(backend.tensor(3), [backend.tensor(3)])
 
 
 def test_a_padded_argument_that_is_shared_and_written_to_is_refused(backend):

@@ -255,6 +255,21 @@ def test_checks_hold_in_a_training_step(backend):
     assert loss.item() < before
 
 
+def test_steps_are_checked_as_replays_are(backend):
+    """What is gone is named before the segment that reads it runs."""
+    weights, x = [backend.tensor(3)], backend.tensor(3)
+    with torch.no_grad(), backend.capture(check=True) as g:
+        y = x * weights[0]
+    assert len(list(g.steps())) >= 1
+    before = y.clone()
+    weights[0] = torch.zeros_like(x)
+    x.fill_(2)
+    for replay in (g.replay, lambda: list(g.steps())):
+        with pytest.raises(CaptureStateError, match="was dropped or re-bound"):
+            replay()
+    assert torch.equal(y, before)
+
+
 def test_full_mode_is_checked_too(backend):
     """Breaks are ignored, checks are not."""
     if backend.mode is not None:

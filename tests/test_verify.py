@@ -131,6 +131,27 @@ def test_a_stale_weight(backend):
     assert "Its inputs still agreed" in text
 
 
+def test_nothing_is_said_of_what_was_not_compared(backend):
+    """No break, and another input than the static one: and both segments after the last break are named."""
+    weight, x = backend.tensor(3), backend.tensor(3, seed=1)
+
+    def model(x):
+        y = x * weight
+        break_graph("half")
+        return y + 1
+
+    with torch.no_grad():
+        model(x)
+        with backend.capture() as g:
+            out = model(x)
+        report = g.verify(model, x * 2, outputs=out)
+    assert not report.difference.inputs_agreed
+    text = str(report)
+    assert "agreed" not in text
+    assert "an input not copied into its static tensor" in text
+    assert "graph segments 0 to 1" in text if backend.mode is None else "graph segment" in text
+
+
 def test_a_frozen_value(backend):
     """The value of then and the value of now, by the parameter's name."""
     report = program("frozen_value")(backend)

@@ -732,7 +732,10 @@ MISMATCHES = {
     "extra key": (lambda t: {"k": t + 1}, lambda t: {"k": t + 1, "v": t}, 'out["v"]', ["additional"]),
     "renamed key": (lambda t: {"k": t + 1}, lambda t: {"K": t + 1}, 'out["k"]', ['out["K"]']),
     "shorter list": (lambda t: {"k": [t + 1, t + 2]}, lambda t: {"k": [t + 1]}, 'out["k"][1]', ["no"]),
-    "longer tuple": (lambda t: (t + 1,), lambda t: (t + 1, t + 2), "out[1]", ["additional"]),
+    "longer tuple": (
+        lambda t: (t + 1,), lambda t: (t + 1, t + 2), "out[1]",
+        ["additional", "1 items there at capture, 2 now"],
+    ),
     "missing attribute": (
         lambda t: SimpleNamespace(a=t + 1, b=1), lambda t: SimpleNamespace(a=t + 1), "out.b", [],
     ),

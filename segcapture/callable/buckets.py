@@ -68,7 +68,8 @@ class Bucket:
         """The tensors to pad, by their id, in how many places they are, and their common length.
 
         Raises:
-            ValueError: they differ in length, the call has none of them, or one has no such dimension.
+            ValueError: they differ in length, the call has none of them, or one has no such dimension or is
+                no tensor.
         """
         roots = {_root(path) for path in self.dims}
         found: dict[int, Padded] = {}
@@ -78,11 +79,17 @@ class Bucket:
                 continue
             for node in walk(value):
                 path = name + node.path.removeprefix("out")
-                if path in self.dims and isinstance(node.value, torch.Tensor):
-                    dim = _dimension(path, self.dims[path], node.value)
-                    fill = self.fill.get(path, 0) if isinstance(self.fill, Mapping) else self.fill
-                    found[id(node.value)] = Padded(dim, fill)
-                    lengths[path] = node.value.shape[dim]
+                if path not in self.dims or node.value is None:
+                    continue
+                if not isinstance(node.value, torch.Tensor):
+                    kind = type(node.value).__qualname__
+                    raise ValueError(
+                        f"dims names {path}, a {kind}: name the tensors in it, as in '{path}[0]'"
+                    )
+                dim = _dimension(path, self.dims[path], node.value)
+                fill = self.fill.get(path, 0) if isinstance(self.fill, Mapping) else self.fill
+                found[id(node.value)] = Padded(dim, fill)
+                lengths[path] = node.value.shape[dim]
         if len(set(lengths.values())) != 1:
             what = ", ".join(f"{path} has {length}" for path, length in lengths.items())
             raise ValueError(f"the arguments named in dims must agree in length: {what or 'none was given'}")

@@ -1,5 +1,7 @@
 """The signatures of one `GraphedCallable`: which are kept, and which goes when there are too many."""
 
+import functools
+import logging
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
@@ -12,8 +14,10 @@ from segcapture.callable.entry import Entry
 from segcapture.callable.places import explain
 from segcapture.callable.settings import Names, logger
 from segcapture.capture import BreakableCUDAGraphCapture
+from segcapture.source import warn
 
 _SIGNATURES_PER_CAPTURE = 4  # that are kept for each capture that may be
+_COMPARED = 8  # signatures, those used last, with which a new one is compared
 
 
 class Captures:
@@ -33,6 +37,7 @@ class Captures:
         self._entries: OrderedDict[Hashable, Entry] = OrderedDict()
         self._pools: dict[torch.device, Any] = {}
         self._made = 0
+        self._said = False
         self.evictions = 0
 
     def __iter__(self) -> Iterator[Entry]:
@@ -49,10 +54,11 @@ class Captures:
         """An entry for a signature that was not seen before; it says why no other one fits."""
         self._made += 1
         name = f"#{self._made}"
-        others = [(entry.name, entry.places) for entry in self]
-        captured = [(entry.name, entry.places) for entry in self if entry.captured]
-        why = explain(places, captured or others)
-        logger.debug("%s: signature %s, %s", self._name, name, why)
+        latest = list(self)[::-1]
+        others = [e for e in latest if e.captured][:_COMPARED] or latest[:_COMPARED]
+        why = functools.partial(explain, places, [(other.name, other.places) for other in others])
+        if logger.isEnabledFor(logging.DEBUG):
+            logger.debug("%s: signature %s, %s", self._name, name, why())
         capture = BreakableCUDAGraphCapture(
             **self._options,
             pool=self._pools.get(call.device, self._pool),
@@ -62,8 +68,20 @@ class Captures:
         )
         entry = self._entries[call.key] = Entry(name, places, why, capture, self._bucket)
         while len(self._entries) > _SIGNATURES_PER_CAPTURE * self._limit:
-            self._evict(next(iter(self._entries)))
+            oldest = next(iter(self._entries))
+            if not self._entries[oldest].captured:
+                self._say_once(entry)
+            self._evict(oldest)
         return entry
+
+    def _say_once(self, entry: Entry) -> None:
+        if not self._said:
+            self._said = True
+            warn(
+                f"{self._name} was called with {len(self._entries)} signatures, and the oldest is dropped "
+                f"before it was captured. The newest is {entry.why}. Pass what changes with each call as a "
+                f"tensor, or raise max_captures."
+            )
 
     def ran(self, entry: Entry, call: Call) -> None:
         """An entry has warmed up or captured: others share its pool, and there may be too many captures."""

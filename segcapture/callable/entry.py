@@ -26,13 +26,13 @@ class Entry:
         self,
         name: str,
         places: Mapping[str, Mapping[str, str]],
-        why: str,
+        why: Callable[[], str],
         capture: BreakableCUDAGraphCapture,
         bucket: Bucket | None,
     ) -> None:
         self.name = name
         self.places = places
-        self.why = why
+        self._why = why
         self.calls = 0
         self.warmups = 0
         self.failure: BaseException | None = None
@@ -42,6 +42,11 @@ class Entry:
         self._bucket = bucket
         self._inputs: StaticInputs | None = None
         self._outputs: Outputs | None = None
+
+    @property
+    def why(self) -> str:
+        """What differed from the nearest signature when it first came: put into words when asked."""
+        return self._why()
 
     @property
     def captured(self) -> bool:

@@ -140,9 +140,8 @@ class GraphedCallable:
 
     def _serve_locked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._invalid:
-            raise CaptureStateError(
-                f"{self.name} was invalidated: {self._invalid}. Call clear() to capture again."
-            )
+            reason = f"{self.name} was invalidated: {self._invalid}. Call clear() to capture again."
+            raise CaptureStateError(reason)
         self._counts.calls += 1
         try:
             call = self._reader.read(args, kwargs)
@@ -155,8 +154,9 @@ class GraphedCallable:
             return self.fn(*args, **kwargs)
         entry.calls += 1
         if entry.captured:
+            out = self._alone(entry.replay, call)
             self._counts.replays += 1
-            return self._alone(entry.replay, call)
+            return out
         if entry.failure is not None:
             self._counts.eager += 1
             return self.fn(*args, **kwargs)
@@ -221,7 +221,7 @@ class GraphedCallable:
         self._counts.captures += 1
         if self._options["weights"] != "ignore":
             entry.weights = self._reader.weights(call)
-        logger.debug("%s: captured %s, %s", self.name, entry.name, entry.why)
+        logger.debug("%s: captured %s", self.name, entry.name)
         self._captures.ran(entry, call)
         return out
 

@@ -137,9 +137,10 @@ class Comparison:
 
     def final(self, segments: tuple[Segment, ...], expected: list[Leaf], found: Any) -> None:
         """Compare the final output."""
-        graphs = [s for s in segments if isinstance(s, GraphSegment)][-1:]
-        blamed: Segment | None = graphs[0] if graphs else (segments[-1] if segments else None)
-        self._leaves("final", str(blamed), expected, kept(found), blamed, " of the final output")
+        after = 1 + max((s.index for s in segments if isinstance(s, EagerSegment)), default=-1)
+        gap = [s for s in segments[after:] if isinstance(s, GraphSegment)]
+        blamed: Segment | None = gap[0] if gap else (segments[-1] if segments else None)
+        self._leaves("final", _where(gap, blamed), expected, kept(found), blamed, " of the final output")
 
     def state(self, expected: list[Leaf], found: Any) -> None:
         """Compare what the run left in the tensors of the user."""
@@ -157,6 +158,7 @@ class Comparison:
     ) -> bool:
         """Compare leaf by leaf; whether one differs."""
         by_path = {leaf.path: leaf for leaf in found}
+        before = self.compared
         for leaf in expected:
             other = by_path.get(leaf.path)
             if other is None:
@@ -170,7 +172,9 @@ class Comparison:
                 where, segment = str(reader or segment or where), reader or segment
             elif leaf.storage in self._stable and leaf.pointer != other.pointer and reader is not None:
                 kind, where, segment = "rebound", str(reader), reader
-            self._add(kind, where, f"`{leaf.path}`{of}", mismatch.text, segment, mismatch.largest)
+            self._add(
+                kind, where, f"`{leaf.path}`{of}", mismatch.text, segment, mismatch.largest, agreed=before > 0
+            )
             return True
         return False
 
@@ -189,8 +193,10 @@ class Comparison:
         detail: str,
         segment: Segment | None = None,
         largest: float | None = None,
+        *,
+        agreed: bool = True,
     ) -> None:
-        agreed = kind not in ("value", "field", "rebound", "structure", "passed")
+        agreed = agreed and kind not in ("value", "field", "rebound", "structure", "passed")
         self.differences.append(Difference(kind, where, path, detail, segment, largest, agreed))
 
 
@@ -201,7 +207,7 @@ def _kind_of_value(path: str, reader: Segment | None) -> str:
     return "value" if path in {name for name, _ in reader.call.frozen()} else "field"
 
 
-def _where(gap: list[GraphSegment], segment: EagerSegment) -> str:
+def _where(gap: list[GraphSegment], segment: Segment | None) -> str:
     if not gap:
         return str(segment)
     return str(gap[0]) if len(gap) == 1 else f"graph segments {gap[0].index} to {gap[-1].index} ({gap[0]})"

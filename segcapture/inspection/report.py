@@ -4,13 +4,17 @@ import attrs
 
 from segcapture.segments import Segment
 
+_AGREED = "Its inputs still agreed: everything compared before it is equal."
+_LEFT_BEHIND = (
+    "a tensor that was re-bound since (a new weight, an input not copied into its static tensor), one that a "
+    "break left somewhere instead of returning it"
+)
 _ADVICE = {
-    "argument": "Its inputs still agreed: everything compared before it is equal. A graph segment repeats "
-    "the kernels of the capture on the memory of the capture: look for a tensor that was re-bound since "
-    "(a new weight, an input not copied into its static tensor), a Python value that it read, and a kernel "
-    "that its break hides. check=True at capture names most of these.",
-    "output": "Its inputs still agreed, so the function depends on something besides its arguments: an "
-    "object or global that has changed since the capture, or state that is not a tensor.",
+    "argument": "A graph segment repeats the kernels of the capture on the memory of the capture: look for "
+    f"{_LEFT_BEHIND}, a Python value that it read, and a kernel that its break hides. check=True at capture "
+    "names most of these.",
+    "output": "The function depends on something besides its arguments: an object or global that has changed "
+    "since the capture, or state that is not a tensor.",
     "rebound": "The eager function reads a tensor at another address than the capture: it was re-bound after "
     "the capture. Copy new values into the captured tensor.",
     "value": "A plain Python value is frozen at capture. Pass it as `Live(...)`, as a tensor, or in an "
@@ -20,11 +24,11 @@ _ADVICE = {
     "put it back in before=.",
     "passed": "The Python code passed other arguments than at capture, or took another branch: it ran then "
     "alone. Put the decision into a break, or capture once for each.",
-    "returned": "Its inputs still agreed. A plain Python value that a break returns is frozen for what comes "
-    "after it: return a tensor, or put what uses the value into the break.",
+    "returned": "A plain Python value that a break returns is frozen for what comes after it: return a "
+    "tensor, or put what uses the value into the break.",
     "structure": "Which breaks a run passes is fixed at capture.",
-    "final": "Its inputs still agreed: everything compared before it is equal. Look for a tensor that was "
-    "re-bound since the capture and for a Python value that the code after the last break read.",
+    "final": f"Look for {_LEFT_BEHIND}, and a Python value that the code after the last break read, or took "
+    "out of what a break returned. check=True at capture names most of these.",
     "state": "All that was compared at breaks is equal, but what the run leaves in this tensor is not.",
 }
 
@@ -46,7 +50,7 @@ class Difference:
     largest: float | None = None
     """Largest difference of elements; None where there is none to speak of."""
     inputs_agreed: bool = True
-    """Whether all that the segment read, as far as it was compared, was still equal."""
+    """Whether something was compared before it, and all of that was equal."""
 
     @property
     def location(self) -> str:
@@ -94,9 +98,13 @@ class VerifyReport:
                 "`state=`, for atomics in kernels, and for Python state (put it back in `before=`).",
             ]
         if self.difference is not None:
+            kind = self.difference.kind
+            advice = _ADVICE[kind]
             lines += [
                 f"The capture differs from the eager function, first in {self.difference}",
-                f"  {_ADVICE[self.difference.kind]}",
+                f"  {_AGREED} {advice}"
+                if self.difference.inputs_agreed and kind != "state"
+                else f"  {advice}",
             ]
             if len(self.differences) > 1:
                 later = len(self.differences) - 1

@@ -35,6 +35,8 @@ def steps(capture: "BreakableCUDAGraphCapture") -> Iterator[Segment | Operator]:
     """Run segment by segment; see `BreakableCUDAGraphCapture.steps`."""
     backend = capture._backend
     for segment in capture.segments:
+        if capture._guard is not None:
+            capture._guard.segment(segment)
         if isinstance(segment, EagerSegment):
             with segment.ambient.entered():
                 backend.run(segment)
