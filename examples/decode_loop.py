@@ -132,6 +132,8 @@ def main() -> int:
     lines = g.describe().splitlines()
     print("\n".join(lines if len(lines) <= 14 else [*lines[:7], "...", *lines[-3:]]))
     print(f"\neager     {eager_rate:8.1f} tokens/s\nreplayed  {replay_rate:8.1f} tokens/s")
+    if DEVICE == "cpu":
+        print("(no GPU: the segments are emulated, operator by operator, and the rates mean nothing)")
     same = torch.equal(found, expected)
     print("the same tokens" if same else f"DIFFERENT TOKENS: {(found != expected).sum()} of {found.numel()}")
     return 0 if same else 1
