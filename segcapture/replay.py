@@ -11,7 +11,8 @@ from segcapture.ambient import Ambient
 from segcapture.errors import SegcaptureError
 from segcapture.segments import EagerSegment, GraphSegment, Segment
 
-Around = Callable[[Callable[[], Any]], Callable[[], Any]]
+Around = Callable[[Callable[[], Any], Callable[[Any], None]], Callable[[], None]]
+"""From a function and where its output goes to a call of both, with something around it."""
 Step = tuple[Callable[..., Any], tuple[Any, ...] | None, Callable[[Any], None] | None]
 """Eager: a function, its arguments, and where its output goes (None: it returns None). Graph: a launch,
 None, None."""
@@ -27,21 +28,22 @@ def eager_step(
 ) -> Step:
     """The step of an eager segment, in a replay that runs under the ambient state `base`.
 
-    `around` wraps the function's call (not the write-back of its output), and inside of it `watch` does.
+    `around` wraps the call and its write-back, and inside of it `watch` the call alone.
     """
     call, store = segment.call, segment.writeback.store
-    target = None if segment.writeback.expects_none else store
     invoke = call.invoke if watch is None else watch.function(call.invoke)
-    if around is not None:
-        invoke = around(invoke)
+    run = None if around is None else around(invoke, store)
     if segment.ambient != base:
 
         def run_in_own_ambient() -> None:
             with segment.ambient.entered():
-                store(invoke())
+                store(invoke()) if run is None else run()
 
         return run_in_own_ambient, (), None
-    if invoke != call.invoke or call.live or call.kwargs:
+    if run is not None:
+        return run, (), None
+    target = None if segment.writeback.expects_none else store
+    if watch is not None or call.live or call.kwargs:
         return invoke, (), target
     return call.fn, call.args, target
 

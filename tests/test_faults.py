@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from segcapture import CaptureFailedError, CaptureStateError, eager_break_during_capture
+from segcapture.backends.pool import OwnedGraph
 from tests.gpu import assert_process_is_well, process_state
 
 
@@ -194,6 +195,48 @@ def test_an_error_inside_of_enter(cuda, monkeypatch):
 
 
 @pytest.mark.cuda
+@pytest.mark.cuda
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_an_interrupt_as_a_segment_begins(cuda, monkeypatch, at):
+    """When torch's capture has begun already: of the pool's own graph, the first segment, a later one."""
+    begin, count = OwnedGraph.begin, [0]
+
+    def interrupted(self, *args):
+        begin(self, *args)
+        count[0] += 1
+        if count[0] == at:
+            raise KeyboardInterrupt
+
+    x = torch.ones(8, device="cuda")
+    before = process_state()
+    with monkeypatch.context() as patch:
+        patch.setattr(OwnedGraph, "begin", interrupted)
+        with torch.no_grad(), pytest.raises(KeyboardInterrupt), cuda.capture() as g:
+            g.add_eager(torch.neg, x * 2) + 1
+    assert count[0] == at
+    assert_process_is_well(before, cuda.capture)
+
+
+@pytest.mark.cuda
+def test_what_the_allocator_caches_is_given_back_for_a_capture(cuda):
+    """As `torch.cuda.graph` does: a capture cannot do so itself when memory runs out."""
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.empty_cache()
+    room = 1 << 30
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + room) / total)
+    try:
+        large = torch.empty(room * 6 // 10, dtype=torch.uint8, device="cuda")
+        del large
+        x = torch.zeros(1, dtype=torch.uint8, device="cuda")
+        with torch.no_grad(), cuda.capture() as g:
+            y = x.expand(room // 2).clone()
+        x.fill_(3)
+        g.replay()
+        assert int(y[-1]) == 3
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
 def test_an_event_of_an_ended_segment_is_named(cuda):
     """Waiting for an event that was recorded before the break cannot work."""
     x = torch.ones(4, device="cuda")

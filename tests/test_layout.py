@@ -45,6 +45,7 @@ NAME_CUDA = {
     "cuda.py",
     "forks.py",
     "lanes.py",
+    "order.py",
     "pool.py",
     "pool_memory.py",
     "driver.py",

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from segcapture import eager_break_during_capture
+from segcapture import CaptureStateError, eager_break_during_capture
 from tests.gpu import spin
 
 pytestmark = pytest.mark.cuda
@@ -202,7 +202,7 @@ def test_an_output_that_is_carried_on_a_side_stream(cuda):
 
 
 def test_a_nested_replay_on_another_stream_is_waited_for(cuda, x):
-    """Of one pool: what comes after the function that replays comes after the replay, at capture too."""
+    """What comes after the function that replays comes after the replay, at capture too."""
     other = torch.cuda.Stream()
     static, total = torch.ones(N, device="cuda"), torch.zeros(N, device="cuda")
     with torch.no_grad(), cuda.capture() as inner:
@@ -214,7 +214,7 @@ def test_a_nested_replay_on_another_stream_is_waited_for(cuda, x):
         with torch.cuda.stream(other):
             inner.replay()  # not joined by hand
 
-    with torch.no_grad(), cuda.capture(pool=inner.pool) as g:
+    with torch.no_grad(), cuda.capture() as g:
         static.mul_(1)
         replays()
         seen = total * 1
@@ -227,6 +227,109 @@ def test_a_nested_replay_on_another_stream_is_waited_for(cuda, x):
         torch.cuda.synchronize()
         assert torch.equal(seen, torch.full_like(seen, 3 + 2 * k))
         assert torch.equal(total, torch.full_like(total, 4 + 2 * k))
+
+
+def test_an_eager_function_may_not_use_the_pool_that_it_belongs_to(cuda, x):
+    """What lives across the break would be overwritten, by replays and captures alike."""
+    with torch.no_grad(), cuda.capture() as inner:
+        inside = (x * 5) * 6
+    with torch.no_grad(), pytest.raises(CaptureStateError, match="a pool of its own"):
+        with cuda.capture(pool=inner.pool) as g:
+            h = x * 2
+            g.add_eager(inner.replay)
+            h + 1
+    step = [lambda: None]
+    with torch.no_grad(), cuda.capture(pool=inner.pool) as g:
+        h = x * 2
+        g.add_eager(lambda: step[0]())
+        out = h + 1
+
+    def captures():
+        with cuda.capture(pool=inner.pool):
+            x * 3
+
+    for step[0] in (inner.replay, captures):
+        with torch.no_grad(), pytest.raises(CaptureStateError, match="a pool of its own"):
+            g.replay()
+    step[0] = lambda: None
+    g.replay()
+    assert torch.equal(out, x * 2 + 1)
+    inner.replay()
+    assert torch.equal(inside, x * 30)
+
+
+def test_an_output_made_on_a_forked_stream(cuda, x):
+    """Its bridge is filled when it is there, at capture and at replay."""
+    side = torch.cuda.Stream()
+
+    @eager_break_during_capture
+    def on_fork(t):
+        with torch.cuda.stream(side):
+            spin()
+            return t * 3
+
+    def f(t):
+        main = torch.cuda.current_stream()
+        y = t * 2
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            z = y + 1
+        w = on_fork(z)
+        main.wait_stream(side)
+        return w + 1
+
+    check(cuda, f, lambda t: (t * 2 + 1) * 3 + 1, x)
+
+
+def test_an_output_of_a_side_stream_is_copied_before_its_memory_is_used_again(cuda):
+    """It dies when the copy is queued, and the next tensor of that stream gets its memory."""
+    n = 1 << 24
+    side, x, buffer = torch.cuda.Stream(), torch.ones(n, device="cuda"), torch.empty(n, device="cuda")
+
+    @eager_break_during_capture
+    def on_side(t):
+        return t + 1
+
+    def f(t):
+        main = torch.cuda.current_stream()
+        spin()
+        y = t * 2
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            buffer.copy_(on_side(y) * 2)
+        main.wait_stream(side)
+
+    with torch.no_grad():
+        f(x)
+        with cuda.capture() as g:
+            f(x)
+        for _ in range(3):
+            torch.cuda.synchronize()
+            g.replay()
+            with torch.cuda.stream(side):
+                junk = torch.full((n,), 7.0, device="cuda")
+            torch.cuda.synchronize()
+            assert bool((buffer == 6).all())
+            del junk
+
+
+def test_a_replay_without_breaks_inside_of_torchs_capture(cuda, x):
+    """It becomes a part of the other graph, whatever stream was used last."""
+    static = x.clone()
+    with torch.no_grad(), cuda.capture() as g:
+        y = static * 2
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        g.replay()
+        z = y + 1
+    for k in range(3):
+        static.copy_(x + k)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(z, (x + k) * 2 + 1)
+        static.copy_(x - k)
+        g.replay()
+        assert torch.equal(y, (x - k) * 2)
 
 
 def test_work_that_an_eager_function_leaves_on_a_forked_stream(cuda, x):

@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 
-from segcapture import BreakableCUDAGraphCapture, eager_break_during_capture, is_capturing
+from segcapture import BreakableCUDAGraphCapture, GraphedCallable, eager_break_during_capture, is_capturing
 from tests.gpu import process_state
 
 THREADS = 8
@@ -171,3 +171,60 @@ def test_overlapping_captures_leave_the_collector_alone(backend):
     run_threads(body, 4)
     assert seen == [True] * 8
     assert gc.callbacks == callbacks
+
+
+@pytest.mark.cuda
+def test_a_thread_whose_first_cuda_call_is_ours(cuda):
+    """A capture, a replay on the same stream and on another one, and a served function."""
+    x = torch.arange(8.0, device="cuda")
+    with torch.no_grad(), cuda.capture() as g:
+        y = x * 2
+    found = []
+
+    def served():
+        found.append(GraphedCallable(lambda t: t * 2, warmup=0)(x))
+
+    def captures():
+        with torch.no_grad(), cuda.capture(stream=stream) as other:
+            x * 3
+        other.replay()
+
+    stream = torch.cuda.Stream()
+    run_threads(lambda k: g.replay(), 1)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        g.replay()
+    run_threads(lambda k: g.replay(), 1)
+    run_threads(lambda k: served(), 1)
+    run_threads(lambda k: captures(), 1)
+    torch.cuda.synchronize()
+    assert torch.equal(y, x * 2)
+    assert torch.equal(found[0], x * 2)
+
+
+def test_served_functions_that_call_each_other_from_two_threads(backend):
+    """One in an eager function of another, while a second thread calls it: neither waits for ever."""
+    inside, go_on = threading.Event(), threading.Event()
+
+    @eager_break_during_capture
+    def middle(x):
+        if threading.current_thread() is first:
+            inside.set()
+            go_on.wait(0.5)
+        return inner(x)
+
+    first = None
+    inner = GraphedCallable(lambda x: x * 2, warmup=0, device=backend.device, mode=backend.mode)
+    outer = GraphedCallable(lambda x: middle(x + 1) + 1, warmup=0, device=backend.device, mode=backend.mode)
+    x = backend.tensor(8)
+    with torch.no_grad():
+        inner(x), outer(x)
+    first = threading.Thread(target=outer, args=(x,), daemon=True)
+    second = threading.Thread(target=inner, args=(x,), daemon=True)
+    first.start()
+    assert inside.wait(5)
+    second.start()
+    for thread in (first, second):
+        thread.join(10)
+        assert not thread.is_alive()
+    with torch.no_grad():
+        assert torch.equal(outer(x), (x + 1) * 2 + 1)

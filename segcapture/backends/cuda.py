@@ -8,12 +8,15 @@ from typing import Any
 import attrs
 import torch
 
+from segcapture.ambient import Ambient
 from segcapture.backends.driver import Driver, get_driver
-from segcapture.backends.forks import Forks, ordered
+from segcapture.backends.forks import Forks, ordered, wait_for_all
 from segcapture.backends.graphs import ADVICE, BREAK, CudaGraph, step_of
 from segcapture.backends.lanes import Lane, one_capture
 from segcapture.backends.nvtx import nvtx_ranges
+from segcapture.backends.order import in_order
 from segcapture.backends.pool import (
+    REGISTERS_GENERATORS,
     OwnedGraph,
     Pool,
     PoolState,
@@ -22,7 +25,7 @@ from segcapture.backends.pool import (
     pool_id_of,
     undo_begin,
 )
-from segcapture.backends.pool_memory import PoolMemory, bytes_of
+from segcapture.backends.pool_memory import PoolMemory, bytes_of, make_room
 from segcapture.errors import CaptureFailedError, CaptureStateError
 from segcapture.replay import Program, Watch, base_ambient, under
 from segcapture.segments import Segment
@@ -109,6 +112,8 @@ class CudaBackend:
             opened = self._opened()
             stream = self._given_stream or opened.lane.stream
             stack.enter_context(opened.lane.capturing(stream))
+            stack.enter_context(opened.used())
+            make_room(self.device)
             stack.enter_context(collections_relaxed(self._driver, self._error_mode))
             self._stream = stream
             self._memory = PoolMemory(opened.id, self.device, keeper=opened)
@@ -123,7 +128,8 @@ class CudaBackend:
     def _on_capture_stream(self) -> Iterator[int]:
         assert self._stream is not None
         raw = self._stream.cuda_stream
-        with nullcontext() if _current(self.device) == raw else torch.cuda.stream(self._stream):
+        here = torch._C._cuda_getDevice() == self.device.index and _current(self.device) == raw
+        with nullcontext() if here else torch.cuda.stream(self._stream):
             yield raw
 
     def begin(self) -> None:
@@ -131,12 +137,15 @@ class CudaBackend:
         assert self._state is not None
         assert self._forks is not None
         open_graph = OwnedGraph()
-        with self._on_capture_stream():
+        with self._on_capture_stream() as raw:
             self._state.lane.workspace.prepare_handle()  # an eager function may have had it freed
             try:
                 open_graph.begin(self._state.id, self._error_mode, self._generators)
             except BaseException:
-                undo_begin(self.device, self._state.id, self._driver)
+                if self._driver.is_valid(raw):  # it has begun: an interrupt came as the call returned
+                    self._graph = open_graph
+                else:
+                    undo_begin(self.device, self._state.id, self._driver)
                 raise
             self._graph = open_graph
             self._forks.fork()
@@ -171,13 +180,16 @@ class CudaBackend:
             return CudaGraph(captured, operations, None if draws else direct)
 
     def _launch_watching_generators(self, captured: OwnedGraph) -> bool:
-        """Launch once. Whether the graph draws random numbers shows in the generators' offsets."""
+        """Launch once. Whether the graph draws random numbers shows in the generators' offsets.
+
+        Where others than those that are known may be drawn from, it counts as drawing.
+        """
         index = self.device.index
         assert index is not None
         generators = (torch.cuda.default_generators[index], *self._generators)
         before = [generator.get_offset() for generator in generators]
         captured.call("replay")
-        return before != [generator.get_offset() for generator in generators]
+        return REGISTERS_GENERATORS or before != [generator.get_offset() for generator in generators]
 
     def eager(self) -> AbstractContextManager[None]:
         """Order side streams around the eager function."""
@@ -185,7 +197,9 @@ class CudaBackend:
         return ordered(self._stream, self.forks)
 
     def returned(self) -> None:
-        """Nobody borrows."""
+        """The output may have been made on any of the streams, and is read on the current one."""
+        assert self._stream is not None
+        wait_for_all((*self.forks, self._stream), self.device)
 
     def abort(self) -> list[str]:
         """End the open capture, however broken, so that torch's state is as after any other."""
@@ -253,49 +267,25 @@ class CudaBackend:
 
     def run(self, segment: Segment) -> None:
         """Run one segment on the current stream, and wait for it."""
-        self._runner(Program([segment], [step_of(segment)]))()
+        step = step_of(segment, self._base([segment]))
+        assert self._state is not None
+        in_order(self._state, Program([segment], [step]), self._driver, calls=True)()
         torch.cuda.current_stream(self.device).synchronize()
+
+    def _base(self, segments: Sequence[Segment]) -> Ambient | None:
+        """The ambient state of a replay, in which the capture's device is current."""
+        base = base_ambient(segments)
+        return None if base is None else attrs.evolve(base, device=self.device.index)
 
     def replayer(self, segments: Sequence[Segment], watch: Watch | None = None) -> Callable[[], None]:
         """The replay loop. Eager segments run in the ambient state of the first one's capture."""
-        base = base_ambient(segments)
+        base = self._base(segments)
         watch = watch or nvtx_ranges()
         program = Program(segments, [step_of(segment, base, watch) for segment in segments], watch)
-        if base is not None and base.device == self.device.index:
-            base = attrs.evolve(base, device=None)  # the runner sees to it
-        return under(base, self._runner(program, calls=base is not None))
-
-    def _runner(self, program: Program, *, calls: bool = True) -> Callable[[], None]:
-        """Run on the device's current stream, after all that was captured or replayed on the same lane.
-
-        `calls` says whether there are eager segments.
-        """
         assert self._state is not None
-        lane, device, run, handle = self._state.lane, self.device, program.run, self._driver.handle
-        lock, index = lane.lock, device.index
-        current_device, current = torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream
-        is_capturing: Callable[[], bool] = torch._C._cuda_isCurrentStreamCapturing
-
-        def run_in_order() -> None:
-            # On the right device already, the lock stands in for a context that does nothing, but cheaply.
-            with lock if current_device() == index else torch.cuda.device(device), lock:
-                if calls and is_capturing():
-                    raise CaptureStateError(
-                        "The current stream is being captured by torch.cuda.graph or another library, and "
-                        "eager segments cannot be: replay outside of it."
-                    )
-                raw = current(index)
-                if raw != lane.last:
-                    lane.move_to(raw)
-                around, lane.running = lane.running, raw
-                try:
-                    run(handle(raw))
-                finally:
-                    lane.running = around
-                    if around is not None:  # the replay or capture around this one goes on after it
-                        lane.move_to(around)
-
-        return run_in_order
+        replay = in_order(self._state, program, self._driver, calls=base is not None)
+        # The device is seen to already.
+        return under(None if base is None else attrs.evolve(base, device=None), replay)
 
 
 def _current(device: torch.device) -> int:

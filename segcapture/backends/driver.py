@@ -8,12 +8,35 @@ cuda-python, and `TorchDriver` does what torch's own API can.
 import ctypes
 import functools
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 
 Launch = Callable[[Any], tuple[int]]
+
+
+# Names up to version 12 of cuda-python, where the plain functions fail for edges of programmatic launches.
+_WITH_EDGE_DATA = {
+    "cuStreamGetCaptureInfo": "cuStreamGetCaptureInfo_v3",
+    "cuStreamUpdateCaptureDependencies": "cuStreamUpdateCaptureDependencies_v2",
+    "cuGraphGetEdges": "cuGraphGetEdges_v2",
+}
+
+
+class _InThread(threading.local):
+    bound = False
+    """Whether this thread has a current CUDA context: torch's calls make one, the driver's need one."""
+
+
+in_thread = _InThread()
+
+
+def is_captured() -> bool:
+    """Whether the current stream is being captured. Binds a context to the thread."""
+    in_thread.bound = True
+    return bool(torch._C._cuda_isCurrentStreamCapturing())
 
 
 class Driver(Protocol):
@@ -75,12 +98,9 @@ class CudaDriver:
     """Through cuda-python."""
 
     def __init__(self) -> None:
-        from cuda import bindings
         from cuda.bindings import driver
 
         self._cuda: Any = driver
-        # The dependencies of a capture came with data about their edges from version 13 on.
-        self._has_edge_data = int(bindings.__version__.split(".")[0]) >= 13
         self._events: dict[tuple[int, int], Any] = {}
         self.handle = _Handles(driver.CUstream).__getitem__
         # Asked of 128 streams at each boundary: cuda-python takes twice as long, to make an enum each time.
@@ -89,13 +109,15 @@ class CudaDriver:
 
     def _call(self, name: str, *args: Any) -> tuple[Any, ...]:
         """Call the driver; a status other than success is a RuntimeError with its code."""
-        status, *values = getattr(self._cuda, name)(*args)
+        function = getattr(self._cuda, _WITH_EDGE_DATA.get(name, name), None) or getattr(self._cuda, name)
+        status, *values = function(*args)
         if status:
             raise RuntimeError(f"{name} failed with CUDA error {int(status)} ({status.name})")
         return tuple(values)
 
     def create_stream(self) -> torch.cuda.Stream:
         """A stream outside of torch's fixed set, in the current context."""
+        is_captured()  # binds a context
         flags = self._cuda.CUstream_flags.CU_STREAM_NON_BLOCKING
         (stream,) = self._call("cuStreamCreate", flags)
         return torch.cuda.ExternalStream(int(stream))
@@ -108,7 +130,7 @@ class CudaDriver:
         return self._status(raw) == 1
 
     def _info(self, raw: int) -> tuple[Any, ...]:
-        """Status, id, graph, dependencies, ... The tuple grew at its end with cuda-bindings 13."""
+        """Status, id, graph, dependencies, ..."""
         return self._call("cuStreamGetCaptureInfo", self.handle(raw))
 
     def question(self, handles: Sequence[int]) -> Callable[[], list[int]]:
@@ -143,14 +165,8 @@ class CudaDriver:
         leaves = [n for n in nodes if int(n) not in inner and int(n) not in joined]
         if leaves:
             flag = self._cuda.CUstreamUpdateCaptureDependencies_flags.CU_STREAM_ADD_CAPTURE_DEPENDENCIES
-            edge_data = (None,) if self._has_edge_data else ()
             self._call(
-                "cuStreamUpdateCaptureDependencies",
-                self.handle(raw),
-                leaves,
-                *edge_data,
-                len(leaves),
-                int(flag),
+                "cuStreamUpdateCaptureDependencies", self.handle(raw), leaves, None, len(leaves), int(flag)
             )
         return count
 
@@ -173,6 +189,7 @@ class CudaDriver:
 
     def order(self, after: int, before: int) -> None:
         """With one event for each stream that is waited for, made once."""
+        is_captured()  # binds a context
         key = (torch.cuda.current_device(), before)  # the default stream of each device is 0
         if key not in self._events:
             flags = self._cuda.CUevent_flags.CU_EVENT_DISABLE_TIMING

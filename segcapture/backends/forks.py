@@ -50,7 +50,7 @@ class Forks:
         raw = self._main.cuda_stream
         self.current = None
         if torch._C._cuda_getCurrentRawStream(self._main.device_index) != raw:
-            self.current = torch.cuda.current_stream()
+            self.current = torch.cuda.current_stream(self._main.device)
         capturing = {other: self._known[other] for other in self._ask()}
         # Streams from outside of torch are found while they are current, and remembered while forked.
         strangers = {s.cuda_stream: s for s in self.crossing() if s.cuda_stream not in self._known}
@@ -83,3 +83,11 @@ def ordered(main: torch.cuda.Stream, sides: Sequence[torch.cuda.Stream]) -> Iter
     finally:
         for stream in sides:
             main.wait_stream(stream)
+
+
+def wait_for_all(streams: Sequence[torch.cuda.Stream], device: torch.device) -> None:
+    """Let the current stream of a device come after the others."""
+    current = torch.cuda.current_stream(device)
+    for stream in streams:
+        if stream != current:
+            current.wait_stream(stream)

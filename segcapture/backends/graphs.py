@@ -7,7 +7,7 @@ import torch
 
 from segcapture.ambient import Ambient
 from segcapture.backends.driver import Launch
-from segcapture.backends.forks import ordered
+from segcapture.backends.forks import ordered, wait_for_all
 from segcapture.backends.kernels import nodes_of
 from segcapture.backends.pool import OwnedGraph, call_boxed
 from segcapture.replay import Around, Step, Watch, eager_step, graph_step
@@ -63,12 +63,15 @@ def step_of(segment: Segment, base: Ambient | None = None, watch: Watch | None =
 
 
 def _across(segment: EagerSegment) -> Around:
-    """Order side streams around a function, on whatever stream the replay is."""
+    """Order side streams around a function and its write-back, on whatever stream the replay is."""
 
-    def around(call: Callable[[], Any]) -> Callable[[], Any]:
-        def ordered_call() -> Any:
-            with ordered(torch.cuda.current_stream(), segment.forks), torch.cuda.stream(segment.stream):
-                return call()
+    def around(call: Callable[[], Any], store: Callable[[Any], None]) -> Callable[[], None]:
+        def ordered_call() -> None:
+            main = torch.cuda.current_stream()
+            with ordered(main, segment.forks), torch.cuda.stream(segment.stream):
+                out = call()
+                wait_for_all((*segment.forks, main), main.device)
+                store(out)
 
         return ordered_call
 

@@ -15,6 +15,9 @@ from segcapture.backends.pool_memory import PoolId, segments_of
 from segcapture.errors import CaptureStateError
 from segcapture.state import state
 
+REGISTERS_GENERATORS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14)
+"""Whether a capture takes up by itself each generator that is drawn from, and does not say which."""
+
 _registry_lock = threading.RLock()
 
 
@@ -50,8 +53,9 @@ class OwnedGraph:
     def begin(self, pool_id: PoolId, error_mode: str, generators: Sequence[torch.Generator] = ()) -> None:
         """Begin to capture on the current stream."""
         with _registry_lock:
-            for generator in generators:
-                self.call("register_generator_state", generator)
+            if not REGISTERS_GENERATORS:
+                for generator in generators:
+                    self.call("register_generator_state", generator)
             self.call("capture_begin", pool=pool_id, capture_error_mode=error_mode)
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> None:
@@ -85,6 +89,8 @@ class PoolState:
     def __init__(self, pool_id: PoolId, device: torch.device, lane: Lane, driver: Driver) -> None:
         self.id = pool_id
         self.lane = lane
+        self.in_use = False
+        """Whether a capture of it, or a replay that calls eager functions, is under way."""
         try:
             self._anchor = _empty_graph(pool_id, device, driver)
         except torch.OutOfMemoryError:
@@ -96,6 +102,29 @@ class PoolState:
                 f"The pool handle {pool_id} cannot be opened: its last graph has died, and torch closes a "
                 f"pool with its last graph. Keep a capture of it, or share `capture.pool`."
             ) from error
+
+    def overwritten(self) -> CaptureStateError:
+        """What is raised where an eager function uses the pool of the capture that it belongs to."""
+        return CaptureStateError(
+            "An eager function captures or replays in the pool of the capture that it belongs to. Those of "
+            "one pool use the same memory one after the other, so this would overwrite what is still needed: "
+            "give the inner one a pool of its own."
+        )
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """For the block, nothing else of this thread may use the memory.
+
+        Raises:
+            CaptureStateError: something does already.
+        """
+        if self.in_use:
+            raise self.overwritten()
+        self.in_use = True
+        try:
+            yield
+        finally:
+            self.in_use = False
 
     def storages(self) -> list[torch.UntypedStorage]:
         """The memory that the pool has reserved, one storage for each range; they keep the pool open."""
@@ -119,7 +148,12 @@ def _empty_graph(pool_id: PoolId, device: torch.device, driver: Driver) -> Owned
     with torch.cuda.device(device), collections_relaxed(driver, "thread_local"):
         stream = _anchor_streams.pop(device.index, None) or driver.create_stream()
         with torch.cuda.stream(stream):
-            owned.begin(pool_id, "thread_local")
+            try:
+                owned.begin(pool_id, "thread_local")
+            except BaseException:
+                if driver.is_valid(stream.cuda_stream):  # it has begun: an interrupt came after it
+                    owned.call("capture_end")
+                raise
             driver.add_empty_node(stream.cuda_stream)
             owned.call("capture_end")
     _anchor_streams[device.index] = stream  # not after a failure, which may leave it capturing

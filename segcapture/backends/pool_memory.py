@@ -149,3 +149,15 @@ class _Ranges:
 
 def _ranges_of(segments: Iterable[dict[str, Any]]) -> _Ranges:
     return _Ranges((s["address"], s["address"] + s["total_size"]) for s in segments)
+
+
+def make_room(device: torch.device) -> None:
+    """Give back what the allocator caches, if that is more than there is free.
+
+    While a capture is running, torch does not do so when memory runs out.
+    """
+    free, total = torch.cuda.mem_get_info(device)
+    limit = int(torch.cuda.get_per_process_memory_fraction(device) * total)
+    free = min(free, limit - torch.cuda.memory_reserved(device))
+    if torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device) > free:
+        torch.cuda.empty_cache()

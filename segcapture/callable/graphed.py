@@ -12,7 +12,7 @@ from segcapture.callable.buckets import Bucket, with_progress
 from segcapture.callable.calls import Call, Reader, TooLongError, as_arguments, check_function
 from segcapture.callable.captures import Captures
 from segcapture.callable.entry import Entry
-from segcapture.callable.settings import check, for_captures, logger
+from segcapture.callable.settings import check, for_captures, logger, turns
 from segcapture.callable.statistics import Counts, Stats
 from segcapture.errors import CaptureFailedError, CaptureStateError
 from segcapture.source import warn
@@ -97,7 +97,7 @@ class GraphedCallable:
         self._counts = Counts()
         self._invalid = ""
         self._said: set[str] = set()
-        self._lock = threading.RLock()
+        self._lock = turns(stream)
         self._inside: int | None = None  # the thread that warms up, captures or replays
         if not isinstance(fn, torch.nn.Module):
             functools.update_wrapper(self, fn, updated=())

@@ -1,0 +1,45 @@
+"""Replays on CUDA: on the device's current stream, after all that shares memory with them (contract C6)."""
+
+from collections.abc import Callable
+
+import torch
+
+from segcapture.backends.driver import Driver, in_thread, is_captured
+from segcapture.backends.pool import PoolState
+from segcapture.errors import CaptureStateError
+from segcapture.replay import Program
+
+
+def in_order(pool: PoolState, program: Program, driver: Driver, *, calls: bool) -> Callable[[], None]:
+    """A program as a replay: after what was captured or replayed on the same lane.
+
+    `calls` says whether there are eager segments.
+    """
+    lane, run, handle = pool.lane, program.run, driver.handle
+    lock, device, index = lane.lock, lane.stream.device, lane.stream.device.index
+    current_device, current = torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream
+
+    def run_in_order() -> None:
+        # On the right device already, the lock stands in for a context that does nothing, but cheaply.
+        with lock if current_device() == index else torch.cuda.device(device), lock:
+            raw = current(index)
+            captured = (calls or raw != lane.last or not in_thread.bound) and is_captured()
+            if captured and calls:
+                raise CaptureStateError(
+                    "The current stream is being captured by torch.cuda.graph or another library, and eager "
+                    "segments cannot be: replay outside of it."
+                )
+            if pool.in_use:
+                raise pool.overwritten()
+            if raw != lane.last and not captured:
+                lane.move_to(raw)
+            around, lane.running = lane.running, raw
+            pool.in_use = calls
+            try:
+                run(handle(raw))
+            finally:
+                lane.running, pool.in_use = around, False
+                if around is not None:  # the replay or capture around this one goes on after it
+                    lane.move_to(around)
+
+    return run_in_order
