@@ -41,6 +41,9 @@ _HOLDERS = (
 )
 _SCALAR = (str, bytes, int, float, complex, torch.Size, types.NoneType)
 
+HELD = "_segcapture_held"
+"""The attribute in which an object keeps what belongs to its decorated methods."""
+
 Child = tuple[Any, str, Any]
 
 
@@ -261,7 +264,7 @@ def _object_fields(value: Any) -> Iterator[str]:
         for name in (slots,) if isinstance(slots, str) else slots:
             if name not in ("__dict__", "__weakref__"):
                 yield f"_{base.__name__.lstrip('_')}{name}" if name.startswith("__") else name
-    yield from list(getattr(value, "__dict__", ()))
+    yield from [name for name in getattr(value, "__dict__", ()) if name != HELD]
 
 
 def _attributes(value: Any, names: Iterator[str]) -> list[Child]:

@@ -1,11 +1,14 @@
 """`GraphedCallable`: one capture for each signature, and never another result than the function's."""
 
+import contextlib
 import copy
+import gc
 import logging
 import os
 import pickle
 import re
 import threading
+import weakref
 from collections import deque
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -1637,3 +1640,308 @@ def test_what_is_no_bucket_and_no_arguments(backend):
         g.precapture([3], inputs=backend.tensor)
     with pytest.raises(CaptureStateError, match="1 calls do it"):
         g.static_arguments(backend.tensor(3))
+
+
+# Faults that odd programs have shown
+
+
+def test_a_container_that_an_eager_function_fills(backend):
+    """What it puts there is new at each replay, in plain containers and in others."""
+
+    @eager_break_during_capture
+    def put(d, x):
+        d["h"] = x * 2
+
+    def alone(x):
+        d = {}
+        put(d, x + 1)
+        return d
+
+    def beside(x):
+        d = alone(x)
+        return d, x, [d["h"]]
+
+    for f in (alone, beside):
+        g = graphed(backend, f, warmup=1)
+        for seed in range(5):
+            x = backend.tensor(3, seed=seed)
+            found, expected = g(x), f(x)
+            if f is beside:
+                assert found[1] is x
+                found, expected = found[0], expected[0]
+            assert list(found) == ["h"]
+            assert_same(found["h"], expected["h"])
+
+
+def test_a_dict_of_the_functions_own_that_others_change(backend):
+    """A replay gives the keys of the capture."""
+    results = {}
+
+    def f(x):
+        results["y"] = x * 2
+        return results
+
+    g = graphed(backend, f, warmup=0)
+    x = backend.tensor(3)
+    g(x)
+    results["z"] = 1
+    assert list(g(x)) == ["y"]
+    results.clear()
+    assert_same(g(x)["y"], x * 2)
+
+
+def test_a_conjugated_argument_is_written_beside_another(backend):
+    """A list of copies may hold no lazy conjugates, on the call's side either."""
+
+    def f(x, y):
+        x.mul_(2)
+        y.mul_(2)
+        return x.sum() + y.sum()
+
+    g = graphed(backend, f, warmup=0)
+    for seed in range(3):
+        x = torch.complex(backend.tensor(2, seed=seed), backend.tensor(2, seed=seed + 9))
+        ours, plain = (x.clone().conj(), x.clone()), (x.clone().conj(), x.clone())
+        assert_same(g(*ours), f(*plain))
+        assert_same(ours, plain)
+
+
+class Replaces(torch.nn.Module):
+    """A running mean that is re-bound in each call."""
+
+    def __init__(self, device):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(1, device=device))
+
+    def forward(self, x):
+        self.mean = 0.5 * self.mean + x.mean()
+        return self.mean * 1
+
+
+@pytest.mark.parametrize("warmup", [0, 2])
+def test_a_function_that_replaces_a_buffer_is_refused(backend, warmup):
+    """No replay would: at the second call, or at the capture."""
+    g = graphed(backend, Replaces(backend.device), warmup=warmup)
+    x = backend.tensor(3)
+    with pytest.raises(CaptureFailedError, match=r"replaced Replaces\.mean.*copy_"):
+        for _ in range(3):
+            g(x)
+    model, plain = Replaces(backend.device), Replaces(backend.device)
+    g = graphed(backend, model, warmup=warmup, on_error="eager")
+    if warmup:
+        for _ in range(6):
+            assert_same(g(x), plain(x))
+        assert state_of(g)["eager"] == 4
+
+
+def test_modules_among_the_arguments_train_or_not(backend):
+    """By themselves, in an object, and put into another module after the first call."""
+    x = backend.tensor(64) + 10
+    holder = type("Holder", (), {})()
+    holder.net = torch.nn.Dropout(1.0)
+    nested = torch.nn.Sequential(torch.nn.Identity())
+    cases = [
+        (lambda net, x: net(x), torch.nn.Dropout(1.0), lambda net: net),
+        (lambda holder, x: holder.net(x), holder, lambda holder: holder.net),
+    ]
+    for f, argument, module in cases:
+        g = graphed(backend, f, warmup=1)
+        for _ in range(3):
+            assert_same(g(argument, x), torch.zeros_like(x))
+        module(argument).eval()
+        assert_same(g(argument, x), x)
+    g = graphed(backend, nested, warmup=2)
+    g(x)
+    nested[0] = torch.nn.Dropout(1.0)
+    for _ in range(4):
+        assert_same(g(x), torch.zeros_like(x))
+    nested.eval()
+    assert_same(g(x), x)
+
+
+def test_an_argument_with_a_gradient_is_refused(backend):
+    """The static input has none; without one it is another signature."""
+
+    def f(p):
+        if p.grad is not None:
+            p.sub_(p.grad)
+        return p.sum()
+
+    g = graphed(backend, f, warmup=0)
+    p = torch.nn.Parameter(backend.tensor(3))
+    with torch.no_grad():
+        for _ in range(3):
+            assert_same(g(p), f(p))
+        p.grad = torch.ones_like(p)
+        with pytest.raises(CaptureFailedError, match=r"has a `\.grad`"):
+            g(p)
+
+
+def test_what_key_returns_is_compared_with_its_type(backend):
+    """1, 1.0 and True are three, as arguments are; and it needs a hash."""
+    scale = 1
+    g = graphed(backend, lambda x: x * scale, warmup=0, key=lambda x: scale)
+    x = torch.ones(2, dtype=torch.int64, device=backend.device)
+    for scale in (1, 1.0, True, 0.0, -0.0, 1):
+        assert_same(g(x), x * scale)
+    g = graphed(backend, lambda x: x, key=lambda x: [x.shape])
+    with pytest.raises(TypeError, match="key= returned .*no hash"):
+        g(x)
+
+
+def test_one_tensor_padded_in_two_ways_is_refused(backend):
+    """By the name of the second place."""
+    bucket = Bucket(sizes=(4,), dims={"q": 0, "k": 0}, fill={"q": 0, "k": 1})
+    g = graphed(backend, lambda q, k: (q.sum(0), k.prod(0)), bucket=bucket, warmup=0)
+    x = backend.tensor(3)
+    assert_same(g(x, x.clone())[0], x.sum(0))
+    with pytest.raises(ValueError, match="k is a tensor that .* another way"):
+        g(x, x)
+
+
+@torch.no_grad()
+def test_weights_that_appear_are_noticed(backend):
+    """A bias where there was none, and a module more."""
+    x = backend.tensor(2)
+    linear = torch.nn.Linear(2, 2, bias=False, device=backend.device)
+    layers = torch.nn.Sequential(torch.nn.ReLU())
+    for module in (linear, layers):
+        g = graphed(backend, module, warmup=0, weights="recapture")
+        for _ in range(2):
+            assert_same(g(x), module(x))
+        if module is linear:
+            linear.bias = torch.nn.Parameter(torch.full((2,), 100.0, device=backend.device))
+        else:
+            layers.append(torch.nn.Threshold(5.0, 7.0))
+        for _ in range(2):
+            assert_same(g(x), module(x))
+
+
+def test_the_identity_of_arguments_is_seen(backend):
+    """One tensor twice is not two views of one memory, and a Parameter is one in the function too."""
+    g = graphed(backend, lambda a, b: a * (1 if a is b else 0), warmup=0)
+    t = backend.tensor(3)
+    for other in (t[:], t[:], t, t):
+        assert_same(g(t, other), t * (1 if t is other else 0))
+    g = graphed(backend, lambda x: x * (2 if isinstance(x, torch.nn.Parameter) else 3), warmup=1)
+    p = torch.nn.Parameter(backend.tensor(3), requires_grad=False)
+    for _ in range(3):
+        assert_same(g(p), p * 2)
+        assert_same(g(t), t * 3)
+
+
+def test_writes_before_an_exception_arrive(backend):
+    """As in eager code."""
+    broken = [False]
+
+    @eager_break_during_capture
+    def risky(x):
+        if broken[0]:
+            raise ZeroDivisionError
+        return x * 1
+
+    def f(x):
+        x.add_(1)
+        return risky(x)
+
+    g = graphed(backend, f, warmup=0)
+    for broken[0] in (False, True, False):
+        x = torch.zeros(2, device=backend.device)
+        with contextlib.suppress(ZeroDivisionError):
+            g(x)
+        assert x.tolist() == [1, 1]
+
+
+def test_a_failed_signature_keeps_nothing_of_its_call(backend):
+    """Not even the tensors that the traceback refers to."""
+    made = []
+
+    def f(x):
+        large = x * 2
+        made.append(weakref.ref(large))
+        if x.sum().item() > 1e9:
+            return x
+        return large + 1
+
+    g = graphed(backend, f, warmup=0, on_error="eager")
+    for _ in range(4):
+        g(backend.tensor(3))
+    gc.collect()
+    assert [ref() for ref in made] == [None] * len(made)
+
+
+@torch.no_grad()
+def test_copies_and_pickles_are_uncaptured(backend):
+    """Of a module that has one in an attribute, and of one by itself."""
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(3, 3)
+            self.step = GraphedCallable(self._step, warmup=0, device=backend.device, mode=backend.mode)
+
+        def _step(self, x):
+            return self.layer(x)
+
+    model = Model().to(backend.device)
+    x = backend.tensor(3)
+    model.step(x)
+    other = copy.deepcopy(model)
+    assert other.step.stats().captures == 0
+    other.layer.weight.zero_()
+    for _ in range(3):
+        assert_same(other.step(x), other.layer(x))
+        assert_same(model.step(x), model.layer(x))
+    again = pickle.loads(pickle.dumps(GraphedCallable(torch.relu, warmup=1)))
+    assert again(x).tolist() == x.relu().tolist()
+
+
+class HasStep:
+    """A decorated function that Python does not bind, and an object whose method is decorated."""
+
+    relu = GraphedCallable(torch.relu, warmup=0)
+
+    @GraphedCallable(warmup=0)
+    def double(self, x):
+        return x * 2
+
+
+def test_decorated_attributes(backend):
+    """A builtin stays unbound; an object's captures are no part of it as an argument."""
+    thing, x = HasStep(), backend.tensor(3)
+    assert_same(thing.relu(x), x.relu())
+    g = graphed(backend, lambda thing, x: thing.double(x) + 1, warmup=0)
+    for _ in range(3):
+        assert_same(g(thing, x), x * 2 + 1)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.nested.as_nested_tensor([torch.ones(2), torch.ones(3)]),
+        lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+def test_tensors_that_cannot_be_copied_run_eagerly(make):
+    """With on_error='eager'; else they are named."""
+    t = make()
+    g = GraphedCallable(lambda t: t, device="cpu")
+    with pytest.raises(CaptureFailedError, match="nested tensor|quantized tensor"):
+        g(t)
+    assert GraphedCallable(lambda t: t, device="cpu", on_error="eager")(t) is t
+
+
+@pytest.mark.cuda
+def test_inside_of_torchs_capture_it_is_a_plain_call(cuda):
+    """What it does becomes a part of the other graph."""
+    g = GraphedCallable(lambda x: x * 2, warmup=0)
+    x = torch.ones(4, device="cuda")
+    g(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = g(x) + 1
+    x.fill_(4)
+    graph.replay()
+    assert y.tolist() == [9.0] * 4
+    assert g.stats().captures == 1

@@ -3,12 +3,14 @@
 from collections.abc import Callable
 from typing import Any
 
+from segcapture.structure import HELD
+
 
 class _Held:
     """What an instance holds in its attributes. Copies and pickles of the instance get an empty one."""
 
     owner: Any = None
-    made: dict[int, Any]
+    made: dict[int, tuple[Any, Any]]
 
     def __init__(self) -> None:
         self.made = {}
@@ -35,10 +37,10 @@ def bound_to(instance: Any, function: Any, make: Callable[[], Any]) -> Any:
             f"{type(instance).__qualname__} has __slots__ and no __dict__, so that its methods cannot hold "
             f"captures: wrap the bound method, GraphedCallable(instance.method)."
         )
-    held = attributes.get("_segcapture_held")
+    held = attributes.get(HELD)
     if held is None or held.owner is not instance:  # a shallow copy has its original's
-        held = attributes["_segcapture_held"] = _Held()
+        held = attributes[HELD] = _Held()
         held.owner = instance
     if id(function) not in held.made:
-        held.made[id(function)] = make()
-    return held.made[id(function)]
+        held.made[id(function)] = function, make()  # with it, no other can have its id
+    return held.made[id(function)][1]

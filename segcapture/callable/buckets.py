@@ -88,7 +88,12 @@ class Bucket:
                     )
                 dim = _dimension(path, self.dims[path], node.value)
                 fill = self.fill.get(path, 0) if isinstance(self.fill, Mapping) else self.fill
-                found[id(node.value)] = Padded(dim, fill)
+                how = Padded(dim, fill)
+                if found.setdefault(id(node.value), how) != how:
+                    raise ValueError(
+                        f"{path} is a tensor that is an argument in another place too, and is padded in "
+                        f"another way there: pass a clone of it"
+                    )
                 lengths[path] = node.value.shape[dim]
         if len(set(lengths.values())) != 1:
             what = ", ".join(f"{path} has {length}" for path, length in lengths.items())

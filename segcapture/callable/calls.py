@@ -10,7 +10,15 @@ import torch
 from segcapture.ambient import Ambient
 from segcapture.callable.buckets import Bucket, Padded
 from segcapture.callable.places import contents, described, named
-from segcapture.callable.signature import Reading, Share, clashes_among, shared_memory, twins_among
+from segcapture.callable.signature import (
+    Reading,
+    Share,
+    clashes_among,
+    has_grad,
+    shared_memory,
+    twins_among,
+    typed,
+)
 from segcapture.callable.weights import Weights, modules_in, modules_of, training_flags, with_children
 from segcapture.errors import CaptureFailedError
 from segcapture.ownership import storage_id
@@ -54,6 +62,11 @@ class Call:
                 "An argument requires grad, and a replay makes no autograd graph. Call it under "
                 "`torch.no_grad()` or `torch.inference_mode()`, or pass it detached."
             )
+        if any(tensor.requires_grad and has_grad(tensor) for tensor in self.tensors):
+            raise CaptureFailedError(
+                "An argument has a `.grad`, and the static input that takes its place has none. Pass the "
+                "gradient as an argument of its own, and the tensor detached."
+            )
         _check_no_graph_between([tensor for tensor in self.tensors if tensor.requires_grad])
         if self.overlaps_objects:
             raise CaptureFailedError(
@@ -93,6 +106,7 @@ class Reader:
             TooLongError: above the largest bucket.
             CaptureFailedError: an argument that cannot be compared with another call's, or copied.
             ValueError: the arguments of a bucket differ in length.
+            TypeError: what `key` returned has no hash.
         """
         padded: dict[int, tuple[Padded, int]] = {}
         places = length = 0
@@ -125,10 +139,14 @@ class Reader:
             self._ambient = ambient = Ambient.current(device)
         training = training_flags(self._modules)
         extra = None if self._key is None else self._key(*args, **kwargs)
+        try:
+            typed_extra = typed(extra)
+        except CaptureFailedError:
+            raise TypeError(f"key= returned {extra!r}, which has no hash: return a tuple, say") from None
         return Call(
             args=args,
             kwargs=kwargs,
-            key=(tuple(reading.key), shares, twins, clashes, ambient, training, extra),
+            key=(tuple(reading.key), shares, twins, clashes, ambient, training, typed_extra),
             training=training,
             extra=extra,
             tensors=tensors,
@@ -151,6 +169,24 @@ class Reader:
     def weights(self, call: Call) -> Weights:
         """The weights that the function reads in a call, as they are now."""
         return Weights(with_children([*self._modules, *modules_in(call.args), *modules_in(call.kwargs)]))
+
+    def check_weights(self, call: Call, option: str, *, first: bool = False) -> Callable[[], None]:
+        """To be called after the function: raises CaptureFailedError if it has replaced a weight.
+
+        Modules are looked for anew; at the `first` call lazy ones may set themselves up.
+        """
+        self.look_for_modules()
+        before = None if first or option == "ignore" else self.weights(call)
+
+        def check() -> None:
+            name = None if before is None else before.replaced()
+            if name is not None:
+                raise CaptureFailedError(
+                    f"The function replaced {name}, which is Python's doing and no replay does it again. "
+                    f"Write into the one that is there (`copy_`, `mul_`), or pass weights='ignore'."
+                )
+
+        return check
 
     def describe(self, call: Call) -> dict[str, dict[str, str]]:
         """The signature of a call in words, by place."""

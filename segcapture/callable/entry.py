@@ -18,6 +18,8 @@ from segcapture.capture import BreakableCUDAGraphCapture
 from segcapture.errors import CaptureFailedError
 from segcapture.structure import tensors_in
 
+Check = Callable[[], None]
+
 
 class Entry:
     """What is kept for one signature."""
@@ -53,18 +55,21 @@ class Entry:
         """Whether calls are replayed."""
         return self._outputs is not None
 
-    def warm_up(self, fn: Callable[..., Any], call: Call) -> tuple[Any, CaptureFailedError | None]:
+    def warm_up(
+        self, fn: Callable[..., Any], call: Call, check: Check
+    ) -> tuple[Any, CaptureFailedError | None]:
         """Run the function eagerly where the capture will; also what would make the capture fail."""
         self.warmups += 1
         problem = None
         with self.capture.warm_up():
             if call.padded:
-                out = self._run_padded(fn, call)
+                out = self._run_padded(fn, call, check)
             else:
                 before = Before(call.args, call.kwargs, call.tensors)
                 out = fn(*call.args, **call.kwargs)
                 try:
                     before.check()
+                    check()
                     check_no_grad(out, call.grad)
                 except CaptureFailedError as error:
                     problem = error
@@ -73,20 +78,21 @@ class Entry:
                 tensor.record_stream(torch.accelerator.current_stream(tensor.device))
         return out, problem
 
-    def _run_padded(self, fn: Callable[..., Any], call: Call) -> Any:
+    def _run_padded(self, fn: Callable[..., Any], call: Call, check: Check) -> Any:
         inputs = StaticInputs(call)
         args, kwargs = _with(inputs, call)
         before = Before(args, kwargs, inputs.tensors)
         out = fn(*args, **kwargs)
         before.check()
+        check()
         inputs.find_mutated(call.tensors)
         inputs.copy_back(call.tensors)
         return self._outputs_of(out, inputs, call, args, kwargs, clone=False).collect(
             call.tensors, call.length
         )
 
-    def capture_call(self, fn: Callable[..., Any], call: Call, clone: bool) -> Any:
-        """Capture the function while it serves a call.
+    def capture_call(self, fn: Callable[..., Any], call: Call, clone: bool, check: Check) -> Any:
+        """Capture the function while it serves a call. `check` is called after it.
 
         Raises:
             CaptureFailedError: it changed a container or object among its arguments, or returned a tensor
@@ -102,6 +108,7 @@ class Entry:
                 with capture:
                     out = fn(*args, **kwargs)
                 before.check()
+                check()
                 check_no_grad(out, call.grad)
                 inputs.find_mutated(call.tensors)
                 outputs = self._outputs_of(out, inputs, call, args, kwargs, clone)
@@ -120,7 +127,7 @@ class Entry:
         if self._bucket is not None and call.padded:
             size = next(iter(call.padded.values()))[1]
             cut = self._bucket.out_dims(out, size)
-        arguments = {id(value) for value in contents([("args", args), *kwargs.items()]).values()}
+        arguments = {id(value) for value in contents([("args", args), ("kwargs", kwargs)]).values()}
         return Outputs(out, inputs, cut, arguments, self.capture, clone)
 
     def replay(self, call: Call) -> Any:
@@ -133,7 +140,11 @@ class Entry:
                 torch.accelerator.current_stream(call.device).synchronize()
             outputs.check_not_lent(call.tensors, inputs.mutated)
             inputs.fill(call.tensors, call.storages)
-            self.capture.replay()
+            try:
+                self.capture.replay()
+            except BaseException:
+                inputs.copy_back(call.tensors)  # as far as it came
+                raise
             if inputs.watched and (new := inputs.find_newly_mutated()):
                 outputs.check_not_lent(call.tensors, new)
             inputs.copy_back(call.tensors)

@@ -7,19 +7,23 @@ from typing import Any
 
 import torch
 
+from segcapture.backends.driver import is_captured
 from segcapture.callable.binding import bound_to
-from segcapture.callable.buckets import Bucket, with_progress
-from segcapture.callable.calls import Call, Reader, TooLongError, as_arguments, check_function
+from segcapture.callable.buckets import Bucket
+from segcapture.callable.calls import Call, Reader, TooLongError, check_function
 from segcapture.callable.captures import Captures
 from segcapture.callable.entry import Entry
+from segcapture.callable.managed import Managed
 from segcapture.callable.settings import check, for_captures, logger, turns
-from segcapture.callable.statistics import Counts, Stats
+from segcapture.callable.statistics import Counts
 from segcapture.errors import CaptureFailedError, CaptureStateError
 from segcapture.source import warn
 from segcapture.state import state
 
+_on_gpu = functools.cache(torch.accelerator.is_available)
 
-class GraphedCallable:
+
+class GraphedCallable(Managed):
     """Serve a function from captures: one for each signature that it is called with.
 
     The first `warmup` calls of a signature run eagerly on the capture stream, the next one is captured
@@ -106,9 +110,13 @@ class GraphedCallable:
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """As a method: the `GraphedCallable` of the instance."""
-        if instance is None:
+        if instance is None or not hasattr(self.fn, "__get__"):
             return self
         return bound_to(instance, self, lambda: type(self)(self.fn.__get__(instance), **self._options))
+
+    def __reduce__(self) -> Any:
+        """Copies and pickles have no captures yet."""
+        return _made_anew, (type(self), self.fn, self._options)
 
     def __repr__(self) -> str:
         return f"GraphedCallable({self.name})"
@@ -133,7 +141,7 @@ class GraphedCallable:
             self._counts.calls += 1
             self._counts.eager += 1
             return self.fn(*args, **kwargs)
-        if state.recording is not None:
+        if state.recording is not None or (_on_gpu() and is_captured()):
             return self.fn(*args, **kwargs)
         with self._lock:
             return self._serve_locked(args, kwargs)
@@ -197,7 +205,8 @@ class GraphedCallable:
 
     def _warm_up(self, entry: Entry, call: Call) -> Any:
         try:
-            out, problem = self._alone(entry.warm_up, self.fn, call)
+            check = self._reader.check_weights(call, self._options["weights"], first=entry.warmups == 0)
+            out, problem = self._alone(entry.warm_up, self.fn, call, check)
         except CaptureFailedError as error:
             if self._options["on_error"] == "raise" or not call.padded:
                 raise
@@ -212,7 +221,8 @@ class GraphedCallable:
 
     def _capture(self, entry: Entry, call: Call) -> Any:
         try:
-            out = self._alone(entry.capture_call, self.fn, call, self._options["clone_outputs"])
+            check = self._reader.check_weights(call, self._options["weights"])
+            out = self._alone(entry.capture_call, self.fn, call, self._options["clone_outputs"], check)
         except Exception as error:
             self._counts.failures += 1
             if self._options["on_error"] == "raise":
@@ -233,7 +243,8 @@ class GraphedCallable:
 
     def _failed(self, entry: Entry, error: BaseException) -> None:
         if self._options["on_error"] == "eager":
-            entry.failure = error
+            error.__cause__ = error.__context__ = None
+            entry.failure = error.with_traceback(None)  # it would keep what the call had made
             logger.warning("%s runs eagerly for %s: %s", self.name, entry.name, error)
 
     def _say_once(self, error: Exception) -> None:
@@ -247,73 +258,6 @@ class GraphedCallable:
         else:
             logger.warning("%s runs eagerly with such arguments: %s", self.name, error)
 
-    # What a user does with the captures
 
-    def precapture(
-        self,
-        sizes: Sequence[Any] | None = None,
-        *,
-        inputs: Callable[[Any], tuple[Any, ...] | dict[str, Any]],
-    ) -> None:
-        """Capture before the first request: call the function for each size, the largest first.
-
-        The function runs `warmup` times and once more for each size, as in any calls, so reset what
-        advances (caches, counters) after. Shows a progress bar where tqdm or rich is installed.
-
-        Args:
-            sizes: What `inputs` is called with. Left out: the sizes of the bucket.
-            inputs: Makes the arguments of a call: a tuple, or a dict of keyword arguments. Tensors that are
-                different ones in a request must be different ones here: sharing is part of a signature.
-
-        Raises:
-            ValueError: no sizes and no bucket.
-            TypeError: `inputs` returned something else. All that a call raises comes through.
-        """
-        if sizes is None:
-            if self._bucket is None:
-                raise ValueError("precapture takes sizes where there is no bucket")
-            sizes = self._bucket.sizes
-        for size in with_progress(sorted(sizes, reverse=True), f"capturing {self.name}"):
-            args, kwargs = as_arguments(inputs(size))
-            for _ in range(self._options["warmup"] + 1):
-                self(*args, **kwargs)
-
-    def static_arguments(self, /, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of a call with the static inputs in place of its tensors.
-
-        Write into those and pass them: what already is in the static input is not copied.
-
-        Raises:
-            CaptureStateError: this signature is not captured yet.
-        """
-        with self._lock:
-            call = self._reader.read(args, kwargs)
-            entry = self._captures.find(call.key)
-            if entry is None or not entry.captured:
-                after = f"{self._options['warmup'] + 1} calls"
-                raise CaptureStateError(f"{self.name} is not captured for these arguments: {after} do it.")
-            return entry.static_arguments(call)
-
-    def invalidate(self, reason: str) -> None:
-        """Let calls refuse with this reason until `clear()`: weights are offloaded, the pool sleeps, say."""
-        with self._lock:
-            self._invalid = reason
-            for entry in self._captures:
-                entry.capture.invalidate(reason)
-
-    def clear(self) -> None:
-        """Drop all captures and signatures. The counts stay, the function can be captured again."""
-        with self._lock:
-            self._captures.clear()
-            self._invalid = ""
-            self._reader.look_for_modules()
-
-    def stats(self) -> Stats:
-        """What was done so far, and the signatures that are held; also as text by `print`."""
-        with self._lock:
-            return Stats(
-                **{name: getattr(self._counts, name) for name in Counts.names()},
-                evictions=self._captures.evictions,
-                pool_bytes=self._captures.pool_bytes(),
-                signatures=tuple(entry.stats() for entry in self._captures),
-            )
+def _made_anew(kind: type, fn: Callable[..., Any], options: dict[str, Any]) -> Any:
+    return kind(fn, **options)

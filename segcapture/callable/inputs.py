@@ -37,6 +37,10 @@ class StaticInputs:
             self.tensors = [
                 placed[i] if i in placed else _like(tensor, padded.get(i)) for i, tensor in enumerate(tensors)
             ]
+            self.tensors = [
+                torch.nn.Parameter(static, False) if isinstance(tensor, torch.nn.Parameter) else static
+                for static, tensor in zip(self.tensors, tensors, strict=True)
+            ]
         for position, first in call.twins:
             self.tensors[position] = self.tensors[first]
         self._pointers = [tensor.data_ptr() for tensor in self.tensors]
@@ -44,7 +48,7 @@ class StaticInputs:
         self._firsts = self._first_of_each()
         # Layouts belong to the signature, so these hold for the tensors of every call.
         self._repeats = list(map(has_repeats, self.tensors))
-        self._one_by_one = any(t.is_conj() or t.is_neg() for t in self.tensors)
+        self._one_by_one = any(t.is_conj() or t.is_neg() for t in (*self.tensors, *tensors))
         self._on_host = any(t.device.type == "cpu" for t in self.tensors)
         self.mutated: list[int] = []
         """Positions of those that the function writes to."""

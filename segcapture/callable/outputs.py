@@ -1,5 +1,6 @@
 """What a capture hands out: copies of its outputs, in the structure that the function returned."""
 
+import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from segcapture.callable.inputs import Give, StaticInputs
 from segcapture.callable.trees import copy_tree, template
 from segcapture.capture import BreakableCUDAGraphCapture
 from segcapture.errors import CaptureFailedError
+from segcapture.leaves import leaf_reader
 from segcapture.ownership import storage_id
 from segcapture.structure import is_plain_object, walk
 
@@ -52,6 +54,8 @@ class Outputs:
         self._rebuild = None
         if not self._given:
             self._rebuild = template(out, {id(tensor): i for i, tensor in enumerate(self._made)})
+        self._leaves = [node.value for node in walk(out) if not node.container]
+        self._read = leaf_reader(out) if capture.num_eager_breaks else None
 
     @property
     def nbytes(self) -> int:
@@ -86,16 +90,25 @@ class Outputs:
     def collect(self, tensors: Sequence[torch.Tensor], length: int) -> Any:
         """The outputs of the replay that just ran, for a call with these tensors."""
         made = self._copies(length)
-        if self._rebuild is not None:
+        if self._rebuild is not None and self._is_as_captured():
             return self._rebuild(made)
         copies = {id(old): new for old, new in zip(self._made, made, strict=True)}
 
         def replace(tensor: torch.Tensor) -> torch.Tensor:
             if id(tensor) in self._given:
                 return self._given[id(tensor)](tensors)
-            return copies[id(tensor)]
+            if id(tensor) in copies:
+                return copies[id(tensor)]
+            return tensor.clone() if self._clone else tensor  # an eager function has just put it there
 
         return copy_tree(self._out, replace, objects=True, keep=self._keep)
+
+    def _is_as_captured(self) -> bool:
+        """Whether eager functions have left the containers of the output alone."""
+        found: list[Any] = []
+        return self._read is None or (
+            self._read(self._out, found) and all(map(operator.is_, found, self._leaves))
+        )
 
     def _copies(self, length: int) -> list[torch.Tensor]:
         found = self._made

@@ -7,7 +7,9 @@ from typing import Any
 import attrs
 import torch
 
+from segcapture.bridges import unbridgeable
 from segcapture.callable.buckets import Padded
+from segcapture.callable.weights import training_flags, with_children
 from segcapture.errors import CaptureFailedError
 from segcapture.memory import byte_range
 from segcapture.ownership import storage_id
@@ -40,7 +42,7 @@ class Same:
 class Reading:
     """The arguments of one call, flattened: what is compared, and the tensors that are copied."""
 
-    __slots__ = ("_padded", "_seen", "in_place", "key", "padded", "tensors")
+    __slots__ = ("_padded", "_places", "_seen", "in_place", "key", "padded", "tensors")
 
     def __init__(self, padded: Mapping[int, tuple[Padded, int]] | None = None) -> None:
         self.key: list[Any] = []
@@ -51,6 +53,7 @@ class Reading:
         """Position of a tensor to pad: how, and its size after."""
         self._padded = padded or {}
         self._seen: dict[int, int] = {}
+        self._places: dict[int, int] = {}  # of tensors: one that is passed twice is no two of one memory
 
     def read(self, args: tuple[Any, ...], kwargs: dict[str, Any], parameters: Collection[str] | None) -> None:
         """Flatten the arguments of a call.
@@ -98,11 +101,11 @@ class Reading:
             self._container_or_object(kind, value)
 
     def _tensor(self, tensor: torch.Tensor) -> None:
-        if type(tensor) not in _TENSORS or tensor.layout is not torch.strided:
-            name = type(tensor).__qualname__ if type(tensor) not in _TENSORS else str(tensor.layout)
+        kind = type(tensor)
+        if kind not in _TENSORS or unbridgeable(tensor):
             raise CaptureFailedError(
-                f"An argument is a {name}, whose values cannot be copied to a static input. Pass a plain "
-                f"dense torch.Tensor, for example the parts that it is made of."
+                f"An argument is a {unbridgeable(tensor)}, whose values cannot be copied to a static input. "
+                f"Pass a plain dense torch.Tensor, for example the parts that it is made of."
             )
         position = len(self.tensors)
         self.tensors.append(tensor)
@@ -112,8 +115,10 @@ class Reading:
             how, size = self.padded[position] = self._padded[id(tensor)]
             dim = how.dim
             shape, layout = (*tensor.shape[:dim], size, *tensor.shape[dim + 1 :]), dim
-        flags = (tensor.requires_grad, tensor.is_conj(), tensor.is_neg())
-        self.key.append((shape, layout, tensor.dtype, tensor.device, flags))
+        grad = tensor.requires_grad and (1 + has_grad(tensor))
+        flags = (kind, grad, tensor.is_conj(), tensor.is_neg())
+        first = self._places.setdefault(id(tensor), position)
+        self.key.append((shape, layout, tensor.dtype, tensor.device, flags, first))
 
     def _container_or_object(self, kind: type, value: Any) -> None:
         key = self.key
@@ -123,11 +128,13 @@ class Reading:
                 self._visit(part)
             return
         if kind is set or kind is frozenset:
-            key.append(_typed(value))
+            key.append(typed(value))
             return
         content = children(value)
         if content is None:
             key += (kind, _value_or_identity(value))
+            if isinstance(value, torch.nn.Module):
+                key.append(training_flags(with_children([value])))
         elif is_plain_object(value):
             key += (kind, Same(value))
             for node in walk(value)[1:]:
@@ -137,7 +144,7 @@ class Reading:
         else:
             key += (kind, len(content))
             for name, _, child in content:
-                key += (type(name), name if type(name) in PLAIN else _typed(name))
+                key += (type(name), name if type(name) in PLAIN else typed(name))
                 self._visit(child)
             if kind is not list and kind is not dict:
                 self._attributes(kind, value, content)
@@ -156,6 +163,8 @@ class Reading:
 
 
 def _value_or_identity(value: Any) -> Hashable:
+    if isinstance(value, float | complex):
+        return repr(value)
     equal: Any = type(value).__eq__
     if equal is object.__eq__:
         return Same(value)
@@ -179,16 +188,18 @@ def _in_place(node: Node) -> Any:
         return (value.data_ptr(), value.shape, value.stride(), value.dtype, value.device, bits)
     if node.container:
         return type(value)
-    return _typed(value) if type(value) in _TYPED else Same(value)
+    if isinstance(value, torch.nn.Module):
+        return Same(value), training_flags(with_children([value]))
+    return typed(value) if type(value) in _TYPED else Same(value)
 
 
-def _typed(value: Any) -> Hashable:
+def typed(value: Any) -> Hashable:
     """A value that equals another of the same types alone, also inside: 1 is not 1.0, nor True."""
     kind = type(value)
     if kind is float or kind is complex:
         return kind, repr(value)  # 0.0 is not -0.0, and nan is nan
     if kind in (tuple, set, frozenset):
-        return kind, tuple(map(_typed, value))  # the order of a set shows when it is walked
+        return kind, tuple(map(typed, value))  # the order of a set shows when it is walked
     return kind, value if kind in PLAIN else _value_or_identity(value)
 
 
@@ -253,3 +264,8 @@ def _overlapping(ranges: list[tuple[int, int, int]]) -> list[list[tuple[int, int
         groups[-1].append((low, position))
         end = max(end, high)
     return [group for group in groups if len(group) > 1]
+
+
+def has_grad(tensor: torch.Tensor) -> bool:
+    """Whether gradients have been accumulated for a tensor."""
+    return tensor.is_leaf and tensor.grad is not None

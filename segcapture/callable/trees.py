@@ -45,7 +45,8 @@ def _template(value: Any, positions: Mapping[int, int], seen: set[int]) -> Templ
     if None in parts:
         return None
     if kind is dict:
-        return lambda made: dict(zip(value, [part(made) for part in parts], strict=True))
+        keys = tuple(value)
+        return lambda made: dict(zip(keys, [part(made) for part in parts], strict=True))
     return lambda made: kind([part(made) for part in parts])
 
 

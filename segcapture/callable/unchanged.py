@@ -29,7 +29,7 @@ class Before:
         self._gradients = list(map(_gradient, copied))
 
     def _now(self) -> dict[str, Any]:
-        return contents([("args", self._args), *self._kwargs.items()])
+        return contents([("args", self._args), ("kwargs", self._kwargs)])
 
     def check(self) -> None:
         """Compare with what there is now.

@@ -61,13 +61,14 @@ class Weights:
         self._values: list[Any] = []
         self._names: list[str] = []
         self._pointers: list[int] = []
+        self._counts = [(kept, len(kept), type(m).__qualname__) for m in modules for kept in _dicts(m)]
         tensors: list[tuple[Any, str, str]] = []
         others: list[tuple[Any, str, str]] = []
         for module in modules:
             kind = type(module).__qualname__
             owned: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
             for items in owned:
-                tensors += [(items, name, kind) for name, value in items.items() if value is not None]
+                tensors += [(items, name, kind) for name in items]
             others += [(module._modules, name, kind) for name in module._modules]
         tensors.sort(key=lambda slot: not _has_address(slot[0][slot[1]]))  # those with an address first
         for items, name, kind in [*tensors, *others]:
@@ -80,6 +81,9 @@ class Weights:
 
     def replaced(self) -> str | None:
         """The name of one that is another object, or at another address, than at capture; or None."""
+        for kept, count, kind in self._counts:
+            if len(kept) != count:
+                return f"what a {kind} consists of"
         now: list[Any] = [items.get(name) for items, name in self._slots]
         if all(map(operator.is_, now, self._values)):
             pointers = list(map(torch.Tensor.data_ptr, now[: self._count]))
@@ -88,6 +92,10 @@ class Weights:
             return next(self._names[i] for i, at in enumerate(pointers) if at != self._pointers[i])
         pairs = zip(self._names, now, self._values, strict=True)
         return next(name for name, new, old in pairs if new is not old)
+
+
+def _dicts(module: nn.Module) -> tuple[dict[str, Any], ...]:
+    return module._parameters, module._buffers, module._modules
 
 
 def _has_address(value: Any) -> bool:
