@@ -1,12 +1,13 @@
 """What a recorded call keeps so that it can be made again (contract C3)."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import attrs
 import torch
 
+from segcapture.errors import CaptureFailedError
 from segcapture.structure import rebuild, walk
 
 
@@ -97,9 +98,13 @@ class Call:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         alias: Callable[[torch.Tensor], torch.Tensor | None],
+        aliases: dict[int, torch.Tensor],
     ) -> "Call":
-        """Keep a call. `alias` gives the non-owning alias of a tensor, or None to keep it strongly."""
-        aliases: dict[int, torch.Tensor] = {}
+        """Keep a call.
+
+        `alias` gives the tensor to keep instead of one, or None to keep it itself. What is kept goes into
+        `aliases`, by the id of the tensor that was passed.
+        """
 
         def keep(value: Any) -> Any:
             if not isinstance(value, torch.Tensor):
@@ -142,6 +147,24 @@ class Call:
                 if plain:
                     found.append((name + node.path.removeprefix("out"), node.value))
         return found
+
+
+def check_views(where: str, tensors: Iterable[torch.Tensor], aliases: Mapping[int, torch.Tensor]) -> None:
+    """Raise CaptureFailedError if a function has changed in place how an argument shows its memory."""
+    for tensor in tensors:
+        before = aliases.get(id(tensor), tensor)
+        if before is not tensor and _view(before) != _view(tensor):
+            raise CaptureFailedError(
+                f"{where} changed the shape, strides or memory of an argument in place ({_view(before)[:2]} "
+                f"before, {_view(tensor)[:2]} now), and a replay would go on from that. Work on a view, and "
+                f"return it."
+            )
+
+
+def _view(tensor: torch.Tensor) -> tuple[Any, ...]:
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return ()
+    return list(tensor.shape), tensor.stride(), tensor.data_ptr(), tensor.dtype
 
 
 def _count(value: Any, tensor: torch.Tensor) -> int:

@@ -1,5 +1,6 @@
 """The leaves of plain outputs (nested tuples, lists and dicts), read without a walk over every node."""
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,10 @@ Read = Callable[[Any, list[Any]], bool]
 def leaf_reader(value: Any) -> Read | None:
     """How to read outputs that are built as this one; None where it has other containers, or one twice."""
     return _reader(value, set())
+
+
+def _are_same(new: list[Any], keys: list[Any]) -> bool:
+    return all(map(operator.is_, new, keys))
 
 
 def _leaf(new: Any, into: list[Any]) -> bool:
@@ -30,6 +35,8 @@ def _reader(value: Any, seen: set[int]) -> Read | None:
     if None in parts:
         return None
     keys = list(value) if kind is dict else None
+    # Of one string there are many objects. 1, 1.0 and True are equal, and a tensor has no truth.
+    same = operator.eq if all(type(key) is str for key in keys or ()) else _are_same
     flat = all(part is _leaf for part in parts)
 
     def read(new: Any, into: list[Any]) -> bool:
@@ -37,7 +44,7 @@ def _reader(value: Any, seen: set[int]) -> Read | None:
             return False
         items = new
         if keys is not None:
-            if list(new) != keys:
+            if not same(list(new), keys):
                 return False
             items = new.values()
         if flat:

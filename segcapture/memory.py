@@ -127,11 +127,13 @@ class Sharing:
                 continue
             now, before = first_with.setdefault(storages[i], i), self._first[i]
             other = min(now, before)
-            if other == i or (pointers[i], pointers[other]) == (self._pointers[i], self._pointers[other]):
+            if other == i:
+                continue
+            captured = self._captured[i]
+            alike = _same_view(tensor, captured) and _same_view(new[other], self._captured[other])
+            if alike and (pointers[i], pointers[other]) == (self._pointers[i], self._pointers[other]):
                 continue
             distance, expected = pointers[i] - pointers[other], self._pointers[i] - self._pointers[other]
-            captured = self._captured[i]
-            alike = tensor.stride() == captured.stride() and same_bits(tensor, captured)
             if now != before or distance != expected or not alike:
                 raise OutputMismatchError(
                     f"{self._where} returned `{self._paths[other]}` and `{self._paths[i]}` as "
@@ -140,6 +142,10 @@ class Sharing:
                     f"{list(captured.stride())} at {expected}). How outputs share memory is fixed at "
                     f"capture: return the same views, or clones."
                 )
+
+
+def _same_view(tensor: torch.Tensor, captured: torch.Tensor) -> bool:
+    return tensor.stride() == captured.stride() and same_bits(tensor, captured)
 
 
 def _how(shared: bool) -> str:

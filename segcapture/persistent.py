@@ -1,5 +1,6 @@
 """Leaves of an output that are somebody's memory, and stay it: an argument, a cache (contract C4)."""
 
+import gc
 import weakref
 from typing import Any, Protocol
 
@@ -49,7 +50,7 @@ class Persistent:
         """Accept the same memory, or copy where nobody else can see the captured tensor."""
         if same_memory(self.tensor, new):
             return
-        if not self.captured or not owned_by_us_alone(self.tensor, self.captured, holders):
+        if not self.captured or not self._is_ours_alone(holders):
             owner = "memory that others own too" if self.captured else "the memory of an argument or subclass"
             raise OutputMismatchError(
                 f"{where} returned other memory at `{self.path}`: later segments read {owner}, "
@@ -59,6 +60,12 @@ class Persistent:
         check_repeats(where, self.path, self.tensor, new)
         with torch.no_grad():
             copy_into(self.tensor, new)
+
+    def _is_ours_alone(self, holders: Holders) -> bool:
+        if owned_by_us_alone(self.tensor, self.captured, holders):
+            return True
+        gc.collect()  # a cycle may hold it that nobody can reach
+        return owned_by_us_alone(self.tensor, self.captured, holders)
 
 
 def _place(tensor: torch.Tensor) -> str:

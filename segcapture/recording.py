@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from segcapture.ambient import Ambient, capture_ambient
-from segcapture.arguments import Call, resolve
+from segcapture.arguments import Call, check_views, resolve
 from segcapture.backends.base import Backend
 from segcapture.checks import Checks
 from segcapture.errors import CaptureFailedError
@@ -220,7 +220,8 @@ class Recording:
         check_grad = ambient.grad and not below_autograd
         if check_grad and any(t.requires_grad for t in _given(now_args, now_kwargs)):
             raise CaptureFailedError(f"{where} has an argument that requires grad. {_GRAD_ADVICE}")
-        call = Call.record(fn, args, kwargs, backend.alias)
+        kept: dict[int, torch.Tensor] = {}
+        call = Call.record(fn, args, kwargs, backend.argument, kept)
         self._calls.append(call)
         if self._checks is not None:
             self._checks.given(where, arguments)
@@ -230,6 +231,7 @@ class Recording:
             # One expression: no variable may hold the output while its owners are counted.
             nodes = walk((stub or fn)(*now_args, **now_kwargs))
             backend.returned()
+            check_views(where, arguments, kept)
             if self._checks is not None:
                 self._checks.returned(nodes)
             if check_grad and any(

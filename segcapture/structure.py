@@ -38,6 +38,7 @@ _HOLDERS = (
     types.MappingProxyType,
     collections.abc.KeysView,
     collections.abc.ValuesView,
+    collections.abc.ItemsView,
 )
 _SCALAR = (str, bytes, int, float, complex, torch.Size, types.NoneType)
 
@@ -106,8 +107,9 @@ def children(value: Any, in_object: bool = False) -> list[Child] | None:
     if isinstance(value, (*_SCALAR, torch.Tensor)):
         return None
     if isinstance(value, tuple):
-        fields = getattr(value, "_fields", None)
-        names = [f".{name}" for name in fields] if fields else [f"[{i}]" for i in range(len(value))]
+        fields = getattr(value, "_fields", ())
+        named = bool(fields) and len(fields) == len(value)
+        names = [f".{name}" for name in fields] if named else [f"[{i}]" for i in range(len(value))]
         return [(i, name, item) for i, (name, item) in enumerate(zip(names, value, strict=True))]
     if isinstance(value, list):
         return [(i, f"[{i}]", item) for i, item in enumerate(value)]
@@ -227,17 +229,26 @@ def attributes_besides(value: Any, content: Sequence[Child]) -> list[tuple[str, 
     return [(name, item) for name, item in attributes.items() if name not in known or known[name] is not item]
 
 
-def out_of_reach(value: Any) -> str | None:
-    """What holds tensors where `walk` finds none, in a container or leaf: an attribute, or its items."""
+def out_of_reach(value: Any, container: bool) -> str | None:
+    """What holds tensors where `walk` finds none, in a container or leaf: attributes, or items."""
+    if not container and is_plain_object(value) and next(tensors_in(value), None) is not None:
+        return "what is in an object inside of an object"
     if isinstance(value, _HOLDERS):
         items = value.values() if isinstance(value, types.MappingProxyType) else value
-        return "its items" if any(isinstance(item, torch.Tensor) for item in items) else None
+        return "its items" if next(tensors_in(*items), None) is not None else None
     if not (isinstance(value, tuple | list | dict) or _is_record(value)):
         return None
     for name, item in attributes_besides(value, children(value) or ()):
         if next(tensors_in(item), None) is not None:
             return f"its attribute `{name}`"
     return None
+
+
+def has_item(container: Any, key: Any) -> bool:
+    """Whether `set_item` would replace something."""
+    if isinstance(container, list):
+        return bool(key < len(container))
+    return key in container if isinstance(container, dict) else hasattr(container, key)
 
 
 def set_item(container: Any, key: Any, value: Any) -> None:

@@ -12,7 +12,16 @@ from segcapture.memory import Sharing
 from segcapture.ownership import fresh_nodes, storage_id
 from segcapture.persistent import Holders, Persistent, keep
 from segcapture.source import warn
-from segcapture.structure import Node, out_of_reach, replace_items, set_item, walk
+from segcapture.structure import (
+    Node,
+    children,
+    has_item,
+    is_plain_object,
+    out_of_reach,
+    replace_items,
+    set_item,
+    walk,
+)
 
 Store = Callable[[Any], None]
 
@@ -117,17 +126,23 @@ class Writeback:
         leaves = [found[i].value for i in self._leaves]
         self._sharing.check(leaves, [leaf.data_ptr() for leaf in leaves])
         for index, leaf in self.persistent.items():
-            leaf.store(found[index].value, self._holders, self.where)
+            leaf.store(found[index].value, self._held_by_us, self.where)
         self.bridges.write(new, [leaf.data_ptr() for leaf in new])
         for index, (old, node) in enumerate(zip(self._nodes, found, strict=True)):
             if not old.container and index not in self.persistent and index not in self.bridges.position:
                 self._update_value(index, old, node.value, found[old.parent].value)
 
+    def _held_by_us(self, tensor: torch.Tensor) -> int:
+        """How many references recorded calls keep, and the containers that are kept here."""
+        containers = [self._nodes[index].value for index in self._updates]
+        kept = sum(item is tensor for value in containers for _, _, item in children(value) or ())
+        return self._holders(tensor) + kept
+
     def _compare_structure(self, found: list[Node]) -> None:
         for index, (old, new) in enumerate(zip(self._nodes, found, strict=False)):
             old_type = self._types[index]
             same_kind = (
-                old.path == new.path
+                old.parent == new.parent  # not the path: the `repr` of a key may be its address
                 and _same_key(old.key, new.key)
                 and old.container == new.container
                 and old.same_as == new.same_as
@@ -156,7 +171,8 @@ class Writeback:
             return
         captured = self._nodes[old.parent].value if old.parent in self._updates else None
         if captured is not None and (captured is container or old.parent in self._owned):
-            set_item(captured, old.key, new)
+            if has_item(captured, old.key):  # else the captured code has taken it out
+                set_item(captured, old.key, new)
             old.value = new
         elif index not in self._warned and not _equal(old.value, new):
             self._warned.add(index)
@@ -215,17 +231,10 @@ def plan(
             quantized tensor), or the output holds tensors where they are not found (in a set, say).
     """
     leaves = [i for i, node in enumerate(nodes) if isinstance(node.value, torch.Tensor)]
-    for node in nodes:
-        unreached = None if isinstance(node.value, torch.Tensor) else out_of_reach(node.value)
-        if unreached is not None:
-            raise CaptureFailedError(
-                f"{where} returned a {type(node.value).__qualname__} at `{node.path}`, in which {unreached} "
-                f"cannot be written back, and holds a tensor. Return the tensor in a tuple, list, dict, or a "
-                f"field of the class."
-            )
     # The common break that returns nothing needs no look at its arguments.
     arguments = list(arguments) if leaves else []
     fresh = fresh_nodes(nodes, arguments) if len(nodes) > 1 or leaves else set()
+    _check_within_reach(nodes, fresh, where)
     given = {storage_id(t) for t in arguments if t.layout is torch.strided}
     bridges = Bridges(where, memory)
     kept: list[int] = []
@@ -240,6 +249,7 @@ def plan(
     persistent = {i: keep(i, nodes, [j for j in kept if groups[j] == groups[i]], given, memory) for i in kept}
     received = bridges.build()
     root = replace_items(nodes, received)
+    _check_replaced(nodes, received, where)
     for i, bridge in received.items():
         nodes[i].value = bridge
     carried = dict(zip(bridges.nodes, bridges.targets, strict=True))
@@ -250,3 +260,35 @@ def plan(
         [groups[i] for i in leaves],
     )
     return root, Writeback(nodes, where, bridges, persistent, holders, sharing, fresh)
+
+
+def _check_within_reach(nodes: list[Node], fresh: set[int], where: str) -> None:
+    """Raise CaptureFailedError for tensors that are neither found nor somebody else's."""
+    for index, node in enumerate(nodes):
+        if isinstance(node.value, torch.Tensor):
+            continue
+        unreached = out_of_reach(node.value, node.container)
+        # An object in an object may be kept by others, as a part of something that stays.
+        if unreached is not None and (index in fresh or not is_plain_object(node.value)):
+            raise CaptureFailedError(
+                f"{where} returned a {type(node.value).__qualname__} at `{node.path}`, in which {unreached} "
+                f"cannot be written back, and holds a tensor. Return the tensor in a tuple, list, dict, or a "
+                f"field of the class."
+            )
+
+
+def _check_replaced(nodes: list[Node], received: dict[int, torch.Tensor], where: str) -> None:
+    """Raise CaptureFailedError for a class that does not hold what is put into it, or has it twice."""
+    for index in {nodes[i].parent for i in received} - {-1}:
+        value = nodes[index].value
+        if isinstance(value, tuple):
+            continue
+        content = children(value) or ()
+        held = {id(item) for _, _, item in content}
+        missing = any(id(bridge) not in held for i, bridge in received.items() if nodes[i].parent == index)
+        if missing or out_of_reach(value, True) is not None:
+            raise CaptureFailedError(
+                f"{where} returned a {type(value).__qualname__} at `{nodes[index].path}`, which does not "
+                f"take a new tensor in the place of an item, or keeps it in an attribute too. Return a plain "
+                f"dict, list or object."
+            )

@@ -52,6 +52,9 @@ class Backend(Memory, Protocol):
     def end(self) -> Graph | None:
         """End it, run it once if the capture executes, and return it; None if it was empty."""
 
+    def argument(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """What a recorded call keeps instead of a tensor that is memory of this capture; None: itself."""
+
     def eager(self) -> AbstractContextManager[None]:
         """Around the eager function at capture, and the carrying of its output."""
 

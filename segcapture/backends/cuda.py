@@ -243,6 +243,8 @@ class CudaBackend:
         """A non-owning alias of memory of this capture."""
         return None if self._memory is None else self._memory.alias(tensor)
 
+    argument = alias
+
     def is_recording(self) -> bool:
         """Whether the current stream is one of the capture."""
         return torch.cuda.is_current_stream_capturing()

@@ -15,7 +15,7 @@ import torch
 from segcapture.ambient import Ambient
 from segcapture.backends.tape import Recorder, Tape
 from segcapture.backends.triton_launches import launches_refused
-from segcapture.ownership import storage_id
+from segcapture.ownership import own_alias, storage_id
 from segcapture.replay import Program, Step, Watch, base_ambient, eager_step, graph_step, under
 from segcapture.segments import EagerSegment, GraphSegment, Segment
 
@@ -96,11 +96,18 @@ class EmulatedBackend:
 
     def allocate(self, nbytes: int, device: torch.device) -> torch.UntypedStorage:
         """Plain memory."""
-        return torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage()
+        storage = torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage()
+        self._recorder.made.add(storage._cdata)
+        return storage
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Everything is kept strongly: no memory is reused here."""
         return None
+
+    def argument(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Another object, since the captured code may change the shape of its own in place."""
+        strided = tensor.layout is torch.strided
+        return own_alias(tensor) if strided and storage_id(tensor) in self._recorder.made else None
 
     def is_recording(self) -> bool:
         """Whether there is a tape: all operators of this thread go on it."""

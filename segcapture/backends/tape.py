@@ -165,6 +165,8 @@ class Recorder:
         self.running = False
         """Whether an operator that goes on the tape runs right now."""
         self.borrowed = Borrowed()
+        self.made: set[int] = set()
+        """Identities of the storages that came up in graph segments, or as bridges: they all live on."""
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
@@ -213,6 +215,7 @@ class Recorder:
                 f"the memory of the captured ones, which dense tensors alone have. Make it in a function "
                 f"marked `@eager_break_during_capture`, or before the capture."
             )
+        self.made.update(storage_id(t) for _, t in fresh)
         if fresh or not tensors or _may_write(func):
             # Results are kept with their metadata of now, as arguments are.
             tape.add(_Entry(func, kept_args, kept_kwargs, [(i, _alias(t)) for i, t in fresh], pending))
