@@ -46,7 +46,7 @@ def storage_id(tensor: torch.Tensor) -> int:
 
 
 def fresh_nodes(nodes: list[Node], arguments: Iterable[torch.Tensor]) -> set[int]:
-    """Indices of the tensors and containers that nobody but the output owns.
+    """Indices of the tensors, containers and objects that nobody but the output owns.
 
     `nodes` must hold the only references to the output (besides its own containers), and
     `arguments` are the tensors that the function was given: their memory is never fresh.
@@ -78,7 +78,7 @@ def fresh_nodes(nodes: list[Node], arguments: Iterable[torch.Tensor]) -> set[int
     for index, node in enumerate(nodes):
         if isinstance(node.value, torch.Tensor) and node.value.layout is torch.strided:
             by_storage.setdefault(storage_id(node.value), []).append(index)
-    fresh = {index for index, node in enumerate(nodes) if node.container and owned[index]}
+    fresh = {i for i, node in enumerate(nodes) if owned[i] and not isinstance(node.value, torch.Tensor)}
     for key, group in by_storage.items():
         leaves = {id(nodes[i].value): nodes[i].value for i in group}
         if key not in argument_storages and all(owned[i] for i in group) and _all_of_storage(leaves):

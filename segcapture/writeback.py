@@ -264,8 +264,9 @@ def plan(
 
 def _check_within_reach(nodes: list[Node], fresh: set[int], where: str) -> None:
     """Raise CaptureFailedError for tensors that are neither found nor somebody else's."""
+    walked = {id(node.value) for node in nodes if node.container}
     for index, node in enumerate(nodes):
-        if isinstance(node.value, torch.Tensor):
+        if isinstance(node.value, torch.Tensor) or (not node.container and id(node.value) in walked):
             continue
         unreached = out_of_reach(node.value, node.container)
         # An object in an object may be kept by others, as a part of something that stays.

@@ -1,8 +1,9 @@
 """Autocast across segments (C7). Grad and inference mode are in test_capture."""
 
+import pytest
 import torch
 
-from segcapture import eager_break_during_capture
+from segcapture import BreakableCUDAGraphCapture, eager_break_during_capture
 
 
 def test_a_weight_cast_inside_of_a_break_is_not_read_by_the_next_segment(backend):
@@ -67,3 +68,36 @@ def test_a_capture_inside_of_autocast_replays_outside_of_it(backend):
             plain.replay()
         assert torch.equal(out, expected)
         assert set(seen) == {torch.bfloat16, torch.float32}
+
+
+@pytest.mark.multi_gpu
+def test_a_break_called_while_another_device_is_current(cuda):
+    """It runs there at each replay, whatever device the replay is called on, other segments on theirs."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+    seen = []
+
+    @eager_break_during_capture(name="there")
+    def there(t):
+        seen.append(torch.cuda.current_device())
+        return t + 1
+
+    here = eager_break_during_capture(
+        lambda t: (seen.append(torch.cuda.current_device()), t * 2)[1], name="here"
+    )
+    x = torch.ones(4, device="cuda:0")
+    with torch.no_grad(), BreakableCUDAGraphCapture(device=0) as g:
+        y = x * 2
+        with torch.cuda.device(1):
+            z = there(y)
+            w = z * 3
+        out = here(w) + 1
+    for current in (0, 1):
+        with torch.cuda.device(current):
+            for run in (g.replay, lambda: list(g.steps())):
+                x.fill_(current + 3)
+                run()
+                torch.cuda.synchronize(0)
+                assert out.tolist() == [((current + 3) * 2 + 1) * 6 + 1] * 4
+                assert torch.cuda.current_device() == current
+    assert seen == [1, 0] * 5

@@ -1,9 +1,10 @@
 """Containers of an output that are not ordinary: met twice, with odd keys, with hidden tensors (C4)."""
 
 import dataclasses
+import gc
 import types
 import warnings
-from collections import deque
+from collections import OrderedDict, deque
 
 import pytest
 import torch
@@ -229,3 +230,223 @@ def test_a_bridge_whose_shape_is_changed_in_place(backend, change):
         return change(made(x * 2)) * 1
 
     backend.check(model, [backend.tensor(3, 3)], "geg")
+
+
+# Faults that odd programs have shown
+
+
+class Box:
+    """A plain object."""
+
+
+class Mirror(dict):
+    """Has its items as attributes too, and does not keep the two together."""
+
+    def __init__(self, **items):
+        super().__init__(**items)
+        self.__dict__.update(items)
+
+
+class Clones(dict):
+    """Keeps a copy of what is put into it."""
+
+    def __setitem__(self, key, value):
+        super().__setitem__(key, value.clone())
+
+
+def box_in_box(x):
+    outer, outer.inner = (box := Box()), Box()
+    box.inner.h = x + 1
+    return outer
+
+
+def list_of_boxes(x):
+    outer, inner = Box(), Box()
+    inner.h = x + 1
+    outer.all = [inner]
+    return outer
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        box_in_box,
+        list_of_boxes,
+        lambda x: Mirror(h=x + 1),
+        lambda x: Clones(h=x + 1),
+        lambda x: (x, deque([(x + 1, 1)])),
+        lambda x: {"h": x + 1}.items(),
+        lambda x: [frozenset({(x + 1, 1)})],
+    ],
+)
+def test_tensors_that_cannot_be_reached_are_refused(backend, make):
+    """In an object of an object, in a class that mirrors or copies its items, deeper in a deque or set."""
+    x = backend.tensor(3)
+    with torch.no_grad(), pytest.raises(CaptureFailedError, match="cannot be written back|does not take"):
+        with backend.capture() as g:
+            g.add_eager(make, x * 2)
+
+
+def test_an_object_that_belongs_to_another_may_hold_tensors(backend):
+    """What stays need not be written back."""
+    outer = Box()
+    outer.inner = Box()
+    outer.inner.h = torch.ones(3, device=backend.device)
+
+    def f(x):
+        outer.inner.h.copy_(x)
+        return outer
+
+    x = backend.tensor(3)
+    with torch.no_grad(), backend.capture() as g:
+        y = g.add_eager(f, x * 2).inner.h * 3
+    x.fill_(2)
+    g.replay()
+    assert y.tolist() == [12.0] * 3
+
+
+def test_a_container_of_ours_is_no_other_owner(backend):
+    """One that is kept for its plain fields holds a tensor that the function remembers."""
+    last = {}
+
+    def f(x):
+        last["y"] = x + 1
+        return {"h": last["y"], "mask": None}
+
+    x = backend.tensor(3)
+    with torch.no_grad(), backend.capture() as g:
+        y = g.add_eager(f, x * 2)["h"] * 1
+    for value in (2.0, 3.0):
+        x.fill_(value)
+        g.replay()
+        assert y.tolist() == [2 * value + 1] * 3
+
+
+def test_a_cycle_that_nobody_can_reach_is_no_owner(backend):
+    """Whether the collector has run or not."""
+
+    def f(x):
+        y = x + 1
+
+        def walk(n):
+            return y if n == 0 else walk(n - 1)
+
+        return walk(3)
+
+    x = backend.tensor(3)
+    gc.disable()
+    try:
+        with torch.no_grad(), backend.capture() as g:
+            y = g.add_eager(f, x * 2) * 1
+        for value in (2.0, 3.0):
+            x.fill_(value)
+            g.replay()
+            assert y.tolist() == [2 * value + 1] * 3
+    finally:
+        gc.enable()
+
+
+class Key:
+    """Equal ones have other addresses in their `repr`."""
+
+    def __init__(self, name):
+        self.name = name
+
+    def __eq__(self, other):
+        return self.name == other.name
+
+    def __hash__(self):
+        return hash(self.name)
+
+
+def test_keys(backend):
+    """Equal ones of one type are the same key, others are not, and a tensor is its own."""
+    x, key = backend.tensor(3), torch.ones(2)
+    for before, after, fits in [
+        (lambda: Key("a"), lambda: Key("a"), True),
+        (lambda: Key("a"), lambda: Key("b"), False),
+        (lambda: "a", lambda: "".join("a"), True),
+        (lambda: 1, lambda: 1, True),
+        (lambda: 1, lambda: True, False),
+        (lambda: key, lambda: key, True),
+        (lambda: key, lambda: torch.ones(2), False),
+    ]:
+        for kind in (dict, OrderedDict):
+            make = [before]
+            with torch.no_grad(), backend.capture() as g:
+                out = g.add_eager(lambda x, make=make, kind=kind: kind([(make[0](), x + 1)]), x * 2)
+                y = next(iter(out.values())) * 1
+            make[0] = after
+            x.fill_(2)
+            if fits:
+                g.replay()
+                assert y.tolist() == [5.0] * 3
+            else:
+                with pytest.raises(OutputMismatchError):
+                    g.replay()
+
+
+def test_what_the_captured_code_takes_out_stays_out(backend):
+    """An item of a dict or list that a break returned."""
+    n = [1]
+
+    def model(g, x):
+        d = g.add_eager(lambda x: {"h": x + 1, "n": n[0]}, x * 2)
+        values = g.add_eager(lambda x: [x + 1, n[0]], x * 2)
+        d.pop("n")
+        values.pop()
+        return g.add_eager(lambda d, values: d["h"] * len(d) + values[0] * len(values), d, values) * 1
+
+    x = backend.tensor(3)
+    with torch.no_grad(), backend.capture() as g:
+        y = model(g, x)
+    n[0] = 2
+    x.fill_(2)
+    g.replay()
+    assert y.tolist() == [10.0] * 3
+
+
+def test_the_first_of_several_views_is_compared_too(backend):
+    """A flat view of a matrix that is laid out by columns this time."""
+    columns = [False]
+
+    def f(x):
+        y = torch.stack([x, x + 1])
+        y = y.t().contiguous().t() if columns[0] else y
+        return y, y.as_strided((4,), (1,))
+
+    x = backend.tensor(2)
+    with torch.no_grad(), backend.capture() as g:
+        a, b = g.add_eager(f, x * 2)
+        y = a * 1, b * 1
+    g.replay()
+    columns[0] = True
+    with torch.no_grad(), pytest.raises(OutputMismatchError, match="views of one memory"):
+        g.replay()
+    columns[0] = False
+    x.fill_(2)
+    g.replay()
+    assert y[0].tolist() == [[4.0, 4.0], [5.0, 5.0]]
+
+
+def test_the_shape_of_an_argument_is_that_of_the_call(backend):
+    """The captured code may change it in place after the break; the function itself may not."""
+
+    def model(g, x):
+        y = x * 2
+        row = g.add_eager(lambda y: y[0] + 1, y)
+        y.t_()
+        z = g.add_eager(lambda y: y * 1, row)
+        z.unsqueeze_(0)
+        return g.add_eager(lambda z: z * 2, z) * 1
+
+    x = backend.tensor(2, 2)
+    with torch.no_grad(), backend.capture() as g:
+        y = model(g, x)
+    for seed in range(3):
+        x.copy_(backend.tensor(2, 2, seed=seed))
+        g.replay()
+        assert torch.equal(y, ((x * 2)[0] + 1)[None] * 2)
+    with torch.no_grad(), pytest.raises(CaptureFailedError, match="changed the shape"):
+        with backend.capture() as g:
+            g.add_eager(lambda y: y.t_() * 1, x * 2)
