@@ -152,6 +152,7 @@ def _empty_graph(pool_id: PoolId, device: torch.device, driver: Driver) -> Owned
                 owned.begin(pool_id, "thread_local")
             except BaseException:
                 if driver.is_valid(stream.cuda_stream):  # it has begun: an interrupt came after it
+                    driver.add_empty_node(stream.cuda_stream)
                     owned.call("capture_end")
                 raise
             driver.add_empty_node(stream.cuda_stream)
