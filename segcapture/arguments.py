@@ -150,21 +150,24 @@ class Call:
 
 
 def check_views(where: str, tensors: Iterable[torch.Tensor], aliases: Mapping[int, torch.Tensor]) -> None:
-    """Raise CaptureFailedError if a function has changed in place how an argument shows its memory."""
+    """Raise CaptureFailedError if a function changed in place how an argument shows the capture's memory."""
     for tensor in tensors:
         before = aliases.get(id(tensor), tensor)
-        if before is not tensor and _view(before) != _view(tensor):
+        if before is tensor:
+            continue
+        old, new = _view(before), _view(tensor)
+        changed = [f"{name} {new[name]}, before {old[name]}" for name in old if old[name] != new.get(name)]
+        if changed:
             raise CaptureFailedError(
-                f"{where} changed the shape, strides or memory of an argument in place ({_view(before)[:2]} "
-                f"before, {_view(tensor)[:2]} now), and a replay would go on from that. Work on a view, and "
-                f"return it."
+                f"{where} changed an argument in place ({'; '.join(changed)}), and a replay would go on from "
+                f"that. Work on a view of it, and return that."
             )
 
 
-def _view(tensor: torch.Tensor) -> tuple[Any, ...]:
+def _view(tensor: torch.Tensor) -> dict[str, Any]:
     if tensor.layout is not torch.strided or tensor.is_nested:
-        return ()
-    return list(tensor.shape), tensor.stride(), tensor.data_ptr(), tensor.dtype
+        return {}
+    return {"shape": list(tensor.shape), "stride": list(tensor.stride()), "address": tensor.data_ptr()}
 
 
 def _count(value: Any, tensor: torch.Tensor) -> int:

@@ -65,7 +65,8 @@ class BreakableCUDAGraphCapture(Inspection):
     Raises:
         ValueError: an unknown mode or error mode; a stream or pool of another device; `execute=False`
             where segments are emulated.
-        CaptureStateError: (`with`) this thread is capturing already, or this object has captured.
+        CaptureStateError: (`with`) this thread or the current stream is capturing already, this object has
+            captured, or (CUDA) it is entered in an eager function of its own pool.
         CaptureFailedError: (`with`) a name in `breaks` or an entry of `break_on` matched nothing. Whatever
             else fails while capturing comes through as it is, with a note that names the segment.
     """
@@ -242,8 +243,9 @@ class BreakableCUDAGraphCapture(Inspection):
         the static inputs; outputs are the tensors that the `with` block made.
 
         Raises:
-            CaptureStateError: nothing is captured, the capture failed, or this thread is recording a
-                graph segment.
+            CaptureStateError: nothing is captured, the capture failed, this thread is recording a graph
+                segment, or (CUDA) the current stream is being captured, or this is an eager function of the
+                same pool.
             OutputMismatchError: an eager function returned another structure, shape, dtype, device or
                 sharing of memory than at capture. Any exception of an eager function comes through with
                 a note that names the segment; the capture can be replayed again.

@@ -144,7 +144,7 @@ def under(base: Ambient | None, run: Callable[[], None]) -> Callable[[], None]:
 
 def _launch_failed(status: Any) -> SegcaptureError:
     return SegcaptureError(
-        f"The graph could not be launched: CUDA error {int(status)} ({getattr(status, 'name', '?')}). An "
-        f"error of an earlier kernel shows here too: run with CUDA_LAUNCH_BLOCKING=1, or go through "
-        f"`capture.steps()`."
+        f"The graph could not be launched: CUDA error {int(status)} ({getattr(status, 'name', '?')}). 900 is "
+        f"that the stream is being captured. An error of an earlier kernel shows here too: run with "
+        f"CUDA_LAUNCH_BLOCKING=1, or go through `capture.steps()`."
     )

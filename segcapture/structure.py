@@ -226,7 +226,11 @@ def attributes_besides(value: Any, content: Sequence[Child]) -> list[tuple[str, 
     if not attributes:
         return []
     known = {key: item for key, _, item in content}
-    return [(name, item) for name, item in attributes.items() if name not in known or known[name] is not item]
+    return [
+        (name, item)
+        for name, item in attributes.items()
+        if name != HELD and (name not in known or known[name] is not item)
+    ]
 
 
 def out_of_reach(value: Any, container: bool) -> str | None:

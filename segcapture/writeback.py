@@ -128,13 +128,17 @@ class Writeback:
         for index, leaf in self.persistent.items():
             leaf.store(found[index].value, self._held_by_us, self.where)
         self.bridges.write(new, [leaf.data_ptr() for leaf in new])
+        walked = {
+            id(node.value) for node in found if node.container
+        }  # an object that is in itself is a leaf there
         for index, (old, node) in enumerate(zip(self._nodes, found, strict=True)):
-            if not old.container and index not in self.persistent and index not in self.bridges.position:
+            plain = not old.container and index not in self.persistent and index not in self.bridges.position
+            if plain and id(node.value) not in walked:
                 self._update_value(index, old, node.value, found[old.parent].value)
 
     def _held_by_us(self, tensor: torch.Tensor) -> int:
         """How many references recorded calls keep, and the containers that are kept here."""
-        containers = [self._nodes[index].value for index in self._updates]
+        containers = [self._nodes[index].value for index in self._updates & self._owned]
         kept = sum(item is tensor for value in containers for _, _, item in children(value) or ())
         return self._holders(tensor) + kept
 
@@ -169,6 +173,12 @@ class Writeback:
     def _update_value(self, index: int, old: Node, new: Any, container: Any) -> None:
         if old.value is new:
             return
+        if out_of_reach(new, False) is not None:
+            raise OutputMismatchError(
+                f"{self.where} returned another {type(new).__qualname__} at `{old.path}`, where a tensor in "
+                f"it cannot be written back. Return the tensor in a tuple, list, dict, or a field of the "
+                f"outer class."
+            )
         captured = self._nodes[old.parent].value if old.parent in self._updates else None
         if captured is not None and (captured is container or old.parent in self._owned):
             if has_item(captured, old.key):  # else the captured code has taken it out
@@ -228,7 +238,8 @@ def plan(
 
     Raises:
         CaptureFailedError: a fresh output is a tensor that cannot be bridged (a subclass, a sparse or
-            quantized tensor), or the output holds tensors where they are not found (in a set, say).
+            quantized tensor), the output holds tensors where they are not found (in a set, say), or a
+            container of it does not take other tensors.
     """
     leaves = [i for i, node in enumerate(nodes) if isinstance(node.value, torch.Tensor)]
     # The common break that returns nothing needs no look at its arguments.
@@ -248,7 +259,13 @@ def plan(
     groups = {i: storage_id(nodes[i].value) for i in leaves}
     persistent = {i: keep(i, nodes, [j for j in kept if groups[j] == groups[i]], given, memory) for i in kept}
     received = bridges.build()
-    root = replace_items(nodes, received)
+    try:
+        root = replace_items(nodes, received)
+    except Exception as error:
+        raise CaptureFailedError(
+            f"{where} returned a container or object that does not take a new tensor in the place of its "
+            f"own. Return a plain dict, list or object."
+        ) from error
     _check_replaced(nodes, received, where)
     for i, bridge in received.items():
         nodes[i].value = bridge

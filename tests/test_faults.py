@@ -195,7 +195,6 @@ def test_an_error_inside_of_enter(cuda, monkeypatch):
 
 
 @pytest.mark.cuda
-@pytest.mark.cuda
 @pytest.mark.parametrize("at", [1, 2, 3])
 def test_an_interrupt_as_a_segment_begins(cuda, monkeypatch, at):
     """When torch's capture has begun already: of the pool's own graph, the first segment, a later one."""
@@ -237,6 +236,7 @@ def test_what_the_allocator_caches_is_given_back_for_a_capture(cuda):
         torch.cuda.set_per_process_memory_fraction(1.0)
 
 
+@pytest.mark.cuda
 def test_an_event_of_an_ended_segment_is_named(cuda):
     """Waiting for an event that was recorded before the break cannot work."""
     x = torch.ones(4, device="cuda")

@@ -2,6 +2,7 @@
 
 import gc
 import threading
+import time
 
 import pytest
 import torch
@@ -201,30 +202,54 @@ def test_a_thread_whose_first_cuda_call_is_ours(cuda):
     assert torch.equal(found[0], x * 2)
 
 
-def test_served_functions_that_call_each_other_from_two_threads(backend):
+@pytest.mark.cuda
+@pytest.mark.parametrize("shared", [False, True])
+def test_served_functions_that_call_each_other_from_two_threads(cuda, shared):
     """One in an eager function of another, while a second thread calls it: neither waits for ever."""
-    inside, go_on = threading.Event(), threading.Event()
+    inside, found = threading.Event(), []
+    options = {"warmup": 0, "stream": torch.cuda.Stream() if shared else None}
 
     @eager_break_during_capture
     def middle(x):
         if threading.current_thread() is first:
             inside.set()
-            go_on.wait(0.5)
+            time.sleep(0.5)  # for the second thread to come as far as it can
         return inner(x)
 
     first = None
-    inner = GraphedCallable(lambda x: x * 2, warmup=0, device=backend.device, mode=backend.mode)
-    outer = GraphedCallable(lambda x: middle(x + 1) + 1, warmup=0, device=backend.device, mode=backend.mode)
-    x = backend.tensor(8)
+    inner = GraphedCallable(lambda x: x * 2, **options)
+    outer = GraphedCallable(lambda x: middle(x + 1) + 1, **options)
+    x = cuda.tensor(8)
     with torch.no_grad():
-        inner(x), outer(x)
-    first = threading.Thread(target=outer, args=(x,), daemon=True)
-    second = threading.Thread(target=inner, args=(x,), daemon=True)
-    first.start()
-    assert inside.wait(5)
-    second.start()
-    for thread in (first, second):
-        thread.join(10)
-        assert not thread.is_alive()
-    with torch.no_grad():
-        assert torch.equal(outer(x), (x + 1) * 2 + 1)
+        expected = [inner(x), outer(x)]
+        torch.cuda.synchronize()
+        first = threading.Thread(target=lambda: found.append(outer(x)), daemon=True)
+        second = threading.Thread(target=lambda: found.append(inner(x)), daemon=True)
+        first.start()
+        assert inside.wait(5)
+        second.start()
+        for thread in (first, second):
+            thread.join(10)
+            assert not thread.is_alive()
+    torch.cuda.synchronize()
+    assert all(any(torch.equal(a, b) for b in found) for a in expected)
+
+
+def test_served_functions_may_meet_in_their_breaks(emulated):
+    """Emulated, functions that have nothing to do with each other do not wait for each other."""
+    meet = threading.Barrier(2)
+
+    @eager_break_during_capture
+    def wait(x):
+        meet.wait(5)
+        return x + 1
+
+    served = [GraphedCallable(lambda x, k=k: wait(x) * k, warmup=0, device="cpu") for k in (1, 2)]
+    x = emulated.tensor(4)
+
+    def serve(k):
+        with torch.no_grad():
+            for _ in range(3):
+                assert torch.equal(served[k](x), (x + 1) * (k + 1))
+
+    run_threads(serve, 2)

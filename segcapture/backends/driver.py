@@ -33,10 +33,20 @@ class _InThread(threading.local):
 in_thread = _InThread()
 
 
+_has_cuda = functools.cache(torch.cuda.is_available)
+
+
 def is_captured() -> bool:
-    """Whether the current stream is being captured. Binds a context to the thread."""
+    """Whether the current stream is being captured. False where there is no GPU."""
+    if not _has_cuda():
+        return False
+    captured = bool(torch._C._cuda_isCurrentStreamCapturing())
     in_thread.bound = True
-    return bool(torch._C._cuda_isCurrentStreamCapturing())
+    return captured
+
+
+bind_context = is_captured
+"""Gives this thread a current CUDA context, as any call of the runtime does."""
 
 
 class Driver(Protocol):
@@ -117,7 +127,7 @@ class CudaDriver:
 
     def create_stream(self) -> torch.cuda.Stream:
         """A stream outside of torch's fixed set, in the current context."""
-        is_captured()  # binds a context
+        bind_context()
         flags = self._cuda.CUstream_flags.CU_STREAM_NON_BLOCKING
         (stream,) = self._call("cuStreamCreate", flags)
         return torch.cuda.ExternalStream(int(stream))
@@ -189,7 +199,7 @@ class CudaDriver:
 
     def order(self, after: int, before: int) -> None:
         """With one event for each stream that is waited for, made once."""
-        is_captured()  # binds a context
+        bind_context()
         key = (torch.cuda.current_device(), before)  # the default stream of each device is 0
         if key not in self._events:
             flags = self._cuda.CUevent_flags.CU_EVENT_DISABLE_TIMING

@@ -75,7 +75,7 @@ class Forks:
 
 @contextmanager
 def ordered(main: torch.cuda.Stream, sides: Sequence[torch.cuda.Stream]) -> Iterator[None]:
-    """Around an eager function: work on side streams comes after `main`'s, and `main` goes on after it."""
+    """For the block: work on the sides comes after `main`'s, and `main` goes on after theirs."""
     for stream in sides:
         stream.wait_stream(main)
     try:

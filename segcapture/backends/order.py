@@ -23,7 +23,8 @@ def in_order(pool: PoolState, program: Program, driver: Driver, *, calls: bool) 
         # On the right device already, the lock stands in for a context that does nothing, but cheaply.
         with lock if current_device() == index else torch.cuda.device(device), lock:
             raw = current(index)
-            # Asked only once a thread while nothing changes: a question costs as much as a fifth of a launch.
+            # Not asked without eager segments on the stream used last: that costs a fifth of a launch, and
+            # CUDA says it (error 900).
             if (calls or raw != lane.last or not in_thread.bound) and is_captured():
                 raise CaptureStateError(
                     "The current stream is being captured by torch.cuda.graph or another library, where CUDA "

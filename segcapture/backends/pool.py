@@ -150,13 +150,10 @@ def _empty_graph(pool_id: PoolId, device: torch.device, driver: Driver) -> Owned
         with torch.cuda.stream(stream):
             try:
                 owned.begin(pool_id, "thread_local")
-            except BaseException:
-                if driver.is_valid(stream.cuda_stream):  # it has begun: an interrupt came after it
+            finally:  # also where an interrupt came after it
+                if driver.is_valid(stream.cuda_stream):
                     driver.add_empty_node(stream.cuda_stream)
                     owned.call("capture_end")
-                raise
-            driver.add_empty_node(stream.cuda_stream)
-            owned.call("capture_end")
     _anchor_streams[device.index] = stream  # not after a failure, which may leave it capturing
     return owned
 
@@ -182,6 +179,9 @@ class Pool(tuple[int, int]):
         made = super().__new__(cls, pool_state.id)
         made.state = pool_state
         return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Pool":
+        return self
 
 
 _pools: "weakref.WeakValueDictionary[tuple[int | None, PoolId], PoolState]" = weakref.WeakValueDictionary()

@@ -83,9 +83,8 @@ class Bucket:
                     continue
                 if not isinstance(node.value, torch.Tensor):
                     kind = type(node.value).__qualname__
-                    raise ValueError(
-                        f"dims names {path}, a {kind}: name the tensors in it, as in '{path}[0]'"
-                    )
+                    advice = f": name the tensors in it, as in '{path}[0]'" if node.container else ""
+                    raise ValueError(f"dims names {path}, which is no tensor but of type {kind}{advice}")
                 dim = _dimension(path, self.dims[path], node.value)
                 fill = self.fill.get(path, 0) if isinstance(self.fill, Mapping) else self.fill
                 how = Padded(dim, fill)

@@ -171,7 +171,7 @@ class Reader:
         return Weights(with_children([*self._modules, *modules_in(call.args), *modules_in(call.kwargs)]))
 
     def check_weights(self, call: Call, option: str, *, first: bool = False) -> Callable[[], None]:
-        """To be called after the function: raises CaptureFailedError if it has replaced a weight.
+        """To be called after the function: raises CaptureFailedError if it has replaced weights.
 
         Modules are looked for anew; at the `first` call lazy ones may set themselves up.
         """
@@ -179,11 +179,11 @@ class Reader:
         before = None if first or option == "ignore" else self.weights(call)
 
         def check() -> None:
-            name = None if before is None else before.replaced()
-            if name is not None:
+            change = None if before is None else before.change()
+            if change is not None:
                 raise CaptureFailedError(
-                    f"The function replaced {name}, which is Python's doing and no replay does it again. "
-                    f"Write into the one that is there (`copy_`, `mul_`), or pass weights='ignore'."
+                    f"{change[0].upper()}{change[1:]} by the function, which is Python's doing and no replay "
+                    f"does it again. Write into what is there (`copy_`, `mul_`), or pass weights='ignore'."
                 )
 
         return check

@@ -142,12 +142,19 @@ class Entry:
             inputs.fill(call.tensors, call.storages)
             try:
                 self.capture.replay()
-            except BaseException:
-                inputs.copy_back(call.tensors)  # as far as it came
+            except BaseException as error:
+                try:
+                    inputs.copy_back(call.tensors)  # as far as it came
+                except Exception as trouble:
+                    error.add_note(f"segcapture: and then, copying back: {trouble}")
                 raise
             if inputs.watched and (new := inputs.find_newly_mutated()):
                 outputs.check_not_lent(call.tensors, new)
             inputs.copy_back(call.tensors)
+            if not outputs.is_current():
+                arguments = _with(inputs, call)
+                outputs = self._outputs_of(outputs.out, inputs, call, *arguments, outputs.clone)
+                self._outputs = outputs
             return outputs.collect(call.tensors, call.length)
 
     def static_arguments(self, call: Call) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -1,6 +1,7 @@
 """`GraphedCallable`: a function that is captured once for each signature it is called with."""
 
 import functools
+import sys
 import threading
 from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any
@@ -8,19 +9,18 @@ from typing import Any
 import torch
 
 from segcapture.backends.driver import is_captured
+from segcapture.backends.lanes import turns
 from segcapture.callable.binding import bound_to
 from segcapture.callable.buckets import Bucket
 from segcapture.callable.calls import Call, Reader, TooLongError, check_function
 from segcapture.callable.captures import Captures
 from segcapture.callable.entry import Entry
 from segcapture.callable.managed import Managed
-from segcapture.callable.settings import check, for_captures, logger, turns
+from segcapture.callable.settings import check, for_captures, logger
 from segcapture.callable.statistics import Counts
 from segcapture.errors import CaptureFailedError, CaptureStateError
 from segcapture.source import warn
 from segcapture.state import state
-
-_on_gpu = functools.cache(torch.accelerator.is_available)
 
 
 class GraphedCallable(Managed):
@@ -101,7 +101,8 @@ class GraphedCallable(Managed):
         self._counts = Counts()
         self._invalid = ""
         self._said: set[str] = set()
-        self._lock = turns(stream)
+        self._turn = turns(where, stream, emulated=mode == "debug")
+        self._lock = threading.RLock()
         self._inside: int | None = None  # the thread that warms up, captures or replays
         if not isinstance(fn, torch.nn.Module):
             functools.update_wrapper(self, fn, updated=())
@@ -115,7 +116,13 @@ class GraphedCallable(Managed):
         return bound_to(instance, self, lambda: type(self)(self.fn.__get__(instance), **self._options))
 
     def __reduce__(self) -> Any:
-        """Copies and pickles have no captures yet."""
+        """A decorated function is itself, by its name; other copies and pickles have no captures yet."""
+        name = getattr(self, "__qualname__", "")
+        found: Any = sys.modules.get(getattr(self, "__module__", ""))
+        for part in name.split("."):
+            found = getattr(found, part, None)
+        if found is self:
+            return name
         return _made_anew, (type(self), self.fn, self._options)
 
     def __repr__(self) -> str:
@@ -128,11 +135,14 @@ class GraphedCallable(Managed):
 
         Raises:
             CaptureFailedError: it cannot be captured, with `on_error="raise"`: an argument is a tensor
-                subclass or has no hash, an argument or output requires grad with grad enabled, the
-                function changes containers among its arguments, and all that a capture raises. A weight
-                was replaced, with `weights="raise"`.
+                subclass, has no hash or has a `.grad`, an argument or output requires grad with grad enabled,
+                the function changes containers among its arguments or replaces weights, and all that a
+                capture raises. A weight was replaced by others, with `weights="raise"`.
             CaptureStateError: after `invalidate`.
-            ValueError: the arguments of a bucket differ in length.
+            OutputMismatchError: as `BreakableCUDAGraphCapture.replay`, and all that eager functions raise.
+            TypeError: what `key` returned has no hash.
+            ValueError: the arguments of a bucket differ in length, one is no tensor or has no such dimension,
+                or one is padded in two ways.
         """
         return self._serve(args, kwargs)
 
@@ -141,9 +151,9 @@ class GraphedCallable(Managed):
             self._counts.calls += 1
             self._counts.eager += 1
             return self.fn(*args, **kwargs)
-        if state.recording is not None or (_on_gpu() and is_captured()):
+        if state.recording is not None or is_captured():
             return self.fn(*args, **kwargs)
-        with self._lock:
+        with self._turn(), self._lock:
             return self._serve_locked(args, kwargs)
 
     def _serve_locked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -182,23 +192,24 @@ class GraphedCallable(Managed):
     def _entry_for(self, call: Call) -> Entry:
         entry = self._captures.find(call.key)
         if entry is not None and entry.weights is not None:
-            name = entry.weights.replaced()
-            if name is not None:
-                self._on_replaced_weight(entry, call, name)
+            change = entry.weights.change()
+            if change is not None:
+                self._on_changed_weight(entry, call, change)
                 entry = None
         if entry is None:
             call.check_can_be_captured()
             entry = self._captures.add(call, self._reader.describe(call))
         return entry
 
-    def _on_replaced_weight(self, entry: Entry, call: Call, name: str) -> None:
+    def _on_changed_weight(self, entry: Entry, call: Call, change: str) -> None:
         self._reader.look_for_modules()
         if self._options["weights"] == "raise":
             raise CaptureFailedError(
-                f"{name} was replaced after {self.name} was captured, which reads the old one. Update it in "
-                f"place (`weight.copy_(new)`), call clear(), or pass weights='recapture'."
+                f"{change[0].upper()}{change[1:]} after {self.name} was captured, which reads what was "
+                f"there. Update weights in place (`weight.copy_(new)`), call clear(), or pass "
+                f"weights='recapture'."
             )
-        logger.info("%s: %s was replaced; %s is captured again", self.name, name, entry.name)
+        logger.info("%s: %s; %s is captured again", self.name, change, entry.name)
         self._captures.drop(call.key)
 
     # Warm-up and capture

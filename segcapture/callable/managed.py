@@ -22,10 +22,8 @@ class Managed:
     _lock: AbstractContextManager[Any]
     _options: dict[str, Any]
     _reader: Reader
-
-    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        """Serve a call."""
-        raise NotImplementedError
+    _turn: Callable[[], AbstractContextManager[Any]]
+    __call__: Callable[..., Any]
 
     def precapture(
         self,
@@ -81,7 +79,7 @@ class Managed:
 
     def clear(self) -> None:
         """Drop all captures and signatures. The counts stay, the function can be captured again."""
-        with self._lock:
+        with self._turn(), self._lock:
             self._captures.clear()
             self._invalid = ""
             self._reader.look_for_modules()

@@ -32,9 +32,9 @@ class Outputs:
         capture: BreakableCUDAGraphCapture,
         clone: bool,
     ) -> None:
-        self._out = out
+        self.out = out
         self._cut = cut
-        self._clone = clone
+        self.clone = clone
         # A class of the user's among the arguments is the call's own object, not a result.
         self._keep = {id(n.value) for n in walk(out) if is_plain_object(n.value) and id(n.value) in arguments}
         self._given: dict[int, Give] = {}
@@ -55,7 +55,7 @@ class Outputs:
         if not self._given:
             self._rebuild = template(out, {id(tensor): i for i, tensor in enumerate(self._made)})
         self._leaves = [node.value for node in walk(out) if not node.container]
-        self._read = leaf_reader(out) if capture.num_eager_breaks else None
+        self._read = (leaf_reader(out) or _read_by_walk) if capture.num_eager_breaks else None
 
     @property
     def nbytes(self) -> int:
@@ -90,37 +90,40 @@ class Outputs:
     def collect(self, tensors: Sequence[torch.Tensor], length: int) -> Any:
         """The outputs of the replay that just ran, for a call with these tensors."""
         made = self._copies(length)
-        if self._rebuild is not None and self._is_as_captured():
+        if self._rebuild is not None:
             return self._rebuild(made)
         copies = {id(old): new for old, new in zip(self._made, made, strict=True)}
 
         def replace(tensor: torch.Tensor) -> torch.Tensor:
             if id(tensor) in self._given:
                 return self._given[id(tensor)](tensors)
-            if id(tensor) in copies:
-                return copies[id(tensor)]
-            return tensor.clone() if self._clone else tensor  # an eager function has just put it there
+            return copies[id(tensor)]
 
-        return copy_tree(self._out, replace, objects=True, keep=self._keep)
+        return copy_tree(self.out, replace, objects=True, keep=self._keep)
 
-    def _is_as_captured(self) -> bool:
-        """Whether eager functions have left the containers of the output alone."""
+    def is_current(self) -> bool:
+        """Whether the containers of the output still hold what they held: eager functions may fill them."""
         found: list[Any] = []
         return self._read is None or (
-            self._read(self._out, found) and all(map(operator.is_, found, self._leaves))
+            self._read(self.out, found) and all(map(operator.is_, found, self._leaves))
         )
 
     def _copies(self, length: int) -> list[torch.Tensor]:
         found = self._made
         if self._cut:
             found = [t if id(t) not in self._cut else t.narrow(self._cut[id(t)], 0, length) for t in found]
-        if not self._clone:
+        if not self.clone:
             return found
         if len(found) < 2 or not self._all_dense:
             return [tensor.clone() for tensor in found]
         made = [torch.empty_like(tensor) for tensor in found]
         torch._foreach_copy_(made, found)
         return made
+
+
+def _read_by_walk(out: Any, into: list[Any]) -> bool:
+    into += [node.value for node in walk(out) if not node.container]
+    return True
 
 
 def check_no_grad(out: Any, grad: bool) -> None:

@@ -32,7 +32,10 @@ def _in_words(value: Any) -> dict[str, str]:
         if value.layout is torch.strided:
             words["stride"] = str(list(value.stride()))
         words |= {"device": str(value.device), "requires_grad": str(value.requires_grad)}
+        words["class"] = type(value).__qualname__
         return words
+    if isinstance(value, torch.nn.Module):
+        return {"value": _short(repr(value)), "training": str(value.training)}
     if (content := children(value)) is None:
         return {"value": _short(repr(value))}
     words = {"type": type(value).__qualname__}
@@ -69,6 +72,7 @@ def explain(
     measure: Callable[[tuple[str, list[str]]], int] = lambda pair: len(pair[1])  # noqa: E731
     name, found = min(((name, difference(new, old)) for name, old in others), key=measure)
     more = f"; and {len(found) - 3} more" if len(found) > 3 else ""
-    # Memory at other addresses, or shared in another way, is not in the words.
-    what = "; ".join(found[:3]) + more if found else "which tensors share memory, or the address of one"
+    # Memory at other addresses, or shared in another way, is not in the words, nor what is in a module.
+    hidden = "which tensors are the same or share memory, an address, a `.grad`, or `training` of a module"
+    what = "; ".join(found[:3]) + more if found else hidden
     return f"nearest to {name}, which differs in {what}"

@@ -1,9 +1,7 @@
-"""The options of a `GraphedCallable`: which of them a capture takes, whether they make sense, its lock."""
+"""The options of a `GraphedCallable`: which of them a capture takes, and whether they make sense."""
 
 import logging
-import threading
 from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager
 from typing import Any
 
 from segcapture.callable.buckets import Bucket
@@ -57,15 +55,3 @@ def check(warmup: int, max_captures: int, on_error: str, weights: str, bucket: A
         raise ValueError(f"on_error={on_error!r} is unknown: choose 'raise' or 'eager'")
     if weights not in ("raise", "recapture", "ignore"):
         raise ValueError(f"weights={weights!r} is unknown: choose 'raise', 'recapture' or 'ignore'")
-
-
-_turns = threading.RLock()
-
-
-def turns(stream: Any) -> AbstractContextManager[Any]:
-    """The lock of what is captured on a stream (None: on the private one).
-
-    Served functions take turns on one capture stream anyway. With a lock for each, two that call each other
-    from two threads, one in an eager function of the other, would wait for each other for ever.
-    """
-    return _turns if stream is None else threading.RLock()

@@ -18,7 +18,6 @@ from segcapture.structure import Child, Node, attributes_besides, children, is_p
 PLAIN = frozenset((bool, int, str, bytes, NoneType, torch.dtype, torch.device, torch.Size))
 """Types of values that are compared by value."""
 
-_TENSORS = (torch.Tensor, torch.nn.Parameter)
 _TYPED = PLAIN | {float, complex, set, frozenset}
 _ALIGNMENT = 16  # bytes; what tensors that share memory keep of their addresses
 
@@ -101,10 +100,9 @@ class Reading:
             self._container_or_object(kind, value)
 
     def _tensor(self, tensor: torch.Tensor) -> None:
-        kind = type(tensor)
-        if kind not in _TENSORS or unbridgeable(tensor):
+        if what := unbridgeable(tensor):
             raise CaptureFailedError(
-                f"An argument is a {unbridgeable(tensor)}, whose values cannot be copied to a static input. "
+                f"An argument is a {what}, whose values cannot be copied to a static input. "
                 f"Pass a plain dense torch.Tensor, for example the parts that it is made of."
             )
         position = len(self.tensors)
@@ -116,7 +114,7 @@ class Reading:
             dim = how.dim
             shape, layout = (*tensor.shape[:dim], size, *tensor.shape[dim + 1 :]), dim
         grad = tensor.requires_grad and (1 + has_grad(tensor))
-        flags = (kind, grad, tensor.is_conj(), tensor.is_neg())
+        flags = (type(tensor), grad, tensor.is_conj(), tensor.is_neg())
         first = self._places.setdefault(id(tensor), position)
         self.key.append((shape, layout, tensor.dtype, tensor.device, flags, first))
 
@@ -164,7 +162,7 @@ class Reading:
 
 def _value_or_identity(value: Any) -> Hashable:
     if isinstance(value, float | complex):
-        return repr(value)
+        return (float if isinstance(value, float) else complex).__repr__(value)
     equal: Any = type(value).__eq__
     if equal is object.__eq__:
         return Same(value)

@@ -79,19 +79,21 @@ class Weights:
         self._count = len(addressed)
         self._pointers = list(map(torch.Tensor.data_ptr, addressed))
 
-    def replaced(self) -> str | None:
-        """The name of one that is another object, or at another address, than at capture; or None."""
+    def change(self) -> str | None:
+        """What is another object or at another address than at capture, in words; or None."""
         for kept, count, kind in self._counts:
             if len(kept) != count:
-                return f"what a {kind} consists of"
+                how = "added" if len(kept) > count else "taken out"
+                return f"a parameter, buffer or module of a {kind} was {how}"
         now: list[Any] = [items.get(name) for items, name in self._slots]
         if all(map(operator.is_, now, self._values)):
             pointers = list(map(torch.Tensor.data_ptr, now[: self._count]))
             if pointers == self._pointers:
                 return None
-            return next(self._names[i] for i, at in enumerate(pointers) if at != self._pointers[i])
+            moved = (self._names[i] for i, at in enumerate(pointers) if at != self._pointers[i])
+            return f"{next(moved)} was replaced"
         pairs = zip(self._names, now, self._values, strict=True)
-        return next(name for name, new, old in pairs if new is not old)
+        return f"{next(name for name, new, old in pairs if new is not old)} was replaced"
 
 
 def _dicts(module: nn.Module) -> tuple[dict[str, Any], ...]:

@@ -196,7 +196,7 @@ class Comparison:
         *,
         agreed: bool = True,
     ) -> None:
-        agreed = agreed and kind not in ("value", "field", "rebound", "structure", "passed")
+        agreed &= not self.differences and kind not in ("value", "field", "rebound", "structure", "passed")
         self.differences.append(Difference(kind, where, path, detail, segment, largest, agreed))
 
 
