@@ -145,7 +145,8 @@ class Sharing:
 
 
 def _same_view(tensor: torch.Tensor, captured: torch.Tensor) -> bool:
-    return tensor.stride() == captured.stride() and same_bits(tensor, captured)
+    strides = zip(tensor.shape, tensor.stride(), captured.stride(), strict=True)
+    return all(size < 2 or now == before for size, now, before in strides) and same_bits(tensor, captured)
 
 
 def _how(shared: bool) -> str:

@@ -187,3 +187,8 @@ def owned_by_us_alone(
     if any(count - _ONLY_A_LIST > kept for count, kept in zip(counts, expected, strict=True)):
         return False
     return bool(alive) and _all_of_storage({id(tensor): tensor for tensor in alive}, ours)
+
+
+def shows_memory_alone(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is nothing but its memory, so that an alias can stand for it."""
+    return type(tensor) is torch.Tensor and not tensor.requires_grad and not vars(tensor)

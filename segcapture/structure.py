@@ -5,8 +5,6 @@ Known containers are tuples, NamedTuples, lists, dicts and their subclasses (Hug
 attributes. A plain object is walked one level; modules and everything unknown are opaque leaves.
 """
 
-import collections
-import collections.abc
 import dataclasses
 import enum
 import json
@@ -30,15 +28,6 @@ _OPAQUE = (
     types.FunctionType,
     types.MethodType,
     types.BuiltinFunctionType,
-)
-_HOLDERS = (
-    collections.deque,
-    set,
-    frozenset,
-    types.MappingProxyType,
-    collections.abc.KeysView,
-    collections.abc.ValuesView,
-    collections.abc.ItemsView,
 )
 _SCALAR = (str, bytes, int, float, complex, torch.Size, types.NoneType)
 
@@ -117,7 +106,7 @@ def children(value: Any, in_object: bool = False) -> list[Child] | None:
         return [(key, f"[{_key(key)}]", item) for key, item in value.items()]
     if isinstance(value, _OPAQUE):
         return None
-    if _is_record(value):
+    if is_record(value):
         return _attributes(value, _record_fields(value))
     if is_plain_object(value) and not in_object:
         return _attributes(value, _object_fields(value))
@@ -130,7 +119,7 @@ def _key(key: Any) -> str:
 
 def is_plain_object(value: Any) -> bool:
     """Whether `value` is an instance of a user's ordinary class."""
-    if isinstance(value, (*_SCALAR, torch.Tensor, tuple, list, dict, *_OPAQUE)) or _is_record(value):
+    if isinstance(value, (*_SCALAR, torch.Tensor, tuple, list, dict, *_OPAQUE)) or is_record(value):
         return False
     kind = type(value)
     return kind.__module__ not in ("builtins", "torch") and (
@@ -233,25 +222,8 @@ def attributes_besides(value: Any, content: Sequence[Child]) -> list[tuple[str, 
     ]
 
 
-def out_of_reach(value: Any, container: bool) -> str | None:
-    """What holds tensors where `walk` finds none, in a container or leaf: attributes, or items."""
-    if not container and is_plain_object(value) and next(tensors_in(value), None) is not None:
-        return "what is in an object inside of an object"
-    if isinstance(value, _HOLDERS):
-        items = value.values() if isinstance(value, types.MappingProxyType) else value
-        return "its items" if next(tensors_in(*items), None) is not None else None
-    if not (isinstance(value, tuple | list | dict) or _is_record(value)):
-        return None
-    for name, item in attributes_besides(value, children(value) or ()):
-        if next(tensors_in(item), None) is not None:
-            return f"its attribute `{name}`"
-    return None
-
-
 def has_item(container: Any, key: Any) -> bool:
-    """Whether `set_item` would replace something."""
-    if isinstance(container, list):
-        return bool(key < len(container))
+    """Whether `set_item` would replace something, in a dict or object."""
     return key in container if isinstance(container, dict) else hasattr(container, key)
 
 
@@ -263,7 +235,8 @@ def set_item(container: Any, key: Any, value: Any) -> None:
         object.__setattr__(container, key, value)
 
 
-def _is_record(value: Any) -> bool:
+def is_record(value: Any) -> bool:
+    """Whether `value` is an instance of a dataclass or an attrs class."""
     return not isinstance(value, type) and (dataclasses.is_dataclass(value) or attrs.has(type(value)))
 
 

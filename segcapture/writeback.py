@@ -11,13 +11,12 @@ from segcapture.leaves import leaf_reader
 from segcapture.memory import Sharing
 from segcapture.ownership import fresh_nodes, storage_id
 from segcapture.persistent import Holders, Persistent, keep
+from segcapture.reach import check_replaced, check_within_reach
 from segcapture.source import warn
 from segcapture.structure import (
     Node,
     children,
     has_item,
-    is_plain_object,
-    out_of_reach,
     replace_items,
     set_item,
     walk,
@@ -54,6 +53,7 @@ class Writeback:
         self._types = [type(node.value) for node in nodes]
         self._nodes = nodes
         self._updates = kept
+        self._lengths = {i: len(nodes[i].value) for i in kept if isinstance(nodes[i].value, list)}
         self._order = {node.path: index for index, node in enumerate(nodes)}
         self._leaves = sorted([*bridges.nodes, *persistent])
         self._read = leaf_reader(nodes[0].value)
@@ -173,15 +173,14 @@ class Writeback:
     def _update_value(self, index: int, old: Node, new: Any, container: Any) -> None:
         if old.value is new:
             return
-        if out_of_reach(new, False) is not None:
-            raise OutputMismatchError(
-                f"{self.where} returned another {type(new).__qualname__} at `{old.path}`, where a tensor in "
-                f"it cannot be written back. Return the tensor in a tuple, list, dict, or a field of the "
-                f"outer class."
-            )
         captured = self._nodes[old.parent].value if old.parent in self._updates else None
         if captured is not None and (captured is container or old.parent in self._owned):
-            if has_item(captured, old.key):  # else the captured code has taken it out
+            if isinstance(captured, list) and len(captured) != self._lengths[old.parent]:
+                raise OutputMismatchError(
+                    f"{self.where} returned {new!r} at `{old.path}`, and {old.value!r} at capture, in a list "
+                    f"that has become longer or shorter since, so its place is not known. Return a tuple."
+                )
+            if isinstance(captured, list) or has_item(captured, old.key):  # else the code has taken it out
                 set_item(captured, old.key, new)
             old.value = new
         elif index not in self._warned and not _equal(old.value, new):
@@ -244,8 +243,8 @@ def plan(
     leaves = [i for i, node in enumerate(nodes) if isinstance(node.value, torch.Tensor)]
     # The common break that returns nothing needs no look at its arguments.
     arguments = list(arguments) if leaves else []
-    fresh = fresh_nodes(nodes, arguments) if len(nodes) > 1 or leaves else set()
-    _check_within_reach(nodes, fresh, where)
+    fresh = set() if nodes[0].value is None else fresh_nodes(nodes, arguments)
+    check_within_reach(nodes, fresh, where)
     given = {storage_id(t) for t in arguments if t.layout is torch.strided}
     bridges = Bridges(where, memory)
     kept: list[int] = []
@@ -266,7 +265,7 @@ def plan(
             f"{where} returned a container or object that does not take a new tensor in the place of its "
             f"own. Return a plain dict, list or object."
         ) from error
-    _check_replaced(nodes, received, where)
+    check_replaced(nodes, received, where)
     for i, bridge in received.items():
         nodes[i].value = bridge
     carried = dict(zip(bridges.nodes, bridges.targets, strict=True))
@@ -277,36 +276,3 @@ def plan(
         [groups[i] for i in leaves],
     )
     return root, Writeback(nodes, where, bridges, persistent, holders, sharing, fresh)
-
-
-def _check_within_reach(nodes: list[Node], fresh: set[int], where: str) -> None:
-    """Raise CaptureFailedError for tensors that are neither found nor somebody else's."""
-    walked = {id(node.value) for node in nodes if node.container}
-    for index, node in enumerate(nodes):
-        if isinstance(node.value, torch.Tensor) or (not node.container and id(node.value) in walked):
-            continue
-        unreached = out_of_reach(node.value, node.container)
-        # An object in an object may be kept by others, as a part of something that stays.
-        if unreached is not None and (index in fresh or not is_plain_object(node.value)):
-            raise CaptureFailedError(
-                f"{where} returned a {type(node.value).__qualname__} at `{node.path}`, in which {unreached} "
-                f"cannot be written back, and holds a tensor. Return the tensor in a tuple, list, dict, or a "
-                f"field of the class."
-            )
-
-
-def _check_replaced(nodes: list[Node], received: dict[int, torch.Tensor], where: str) -> None:
-    """Raise CaptureFailedError for a class that does not hold what is put into it, or has it twice."""
-    for index in {nodes[i].parent for i in received} - {-1}:
-        value = nodes[index].value
-        if isinstance(value, tuple):
-            continue
-        content = children(value) or ()
-        held = {id(item) for _, _, item in content}
-        missing = any(id(bridge) not in held for i, bridge in received.items() if nodes[i].parent == index)
-        if missing or out_of_reach(value, True) is not None:
-            raise CaptureFailedError(
-                f"{where} returned a {type(value).__qualname__} at `{nodes[index].path}`, which does not "
-                f"take a new tensor in the place of an item, or keeps it in an attribute too. Return a plain "
-                f"dict, list or object."
-            )

@@ -9,7 +9,7 @@ import pickle
 import re
 import threading
 import weakref
-from collections import deque
+from collections import OrderedDict, deque
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -1697,6 +1697,29 @@ def test_a_filled_container_is_cut_and_its_own_tensors_given_back(backend):
         assert out["x"].data_ptr() == x.data_ptr()
 
 
+def test_a_list_in_a_record_that_an_eager_function_fills_at_times(backend):
+    """Another number of items each time."""
+
+    @eager_break_during_capture
+    def collect(hits, x):
+        hits.clear()
+        hits.extend(x[i] * 2 for i in range(int(x[0])))
+
+    def f(x):
+        out = Counts(x.sum())
+        out.hits = []
+        collect(out.hits, x + 0)
+        return out.by, [out.hits]
+
+    for build in (f, lambda x: OrderedDict(by=f(x)[0], hits=f(x)[1])):
+        g = graphed(backend, build, warmup=1)
+        for n in (0, 0, 0, 1, 3, 2):
+            x = torch.full((3,), float(n), device=backend.device)
+            found, expected = g(x), f(x)
+            hits = found["hits"] if isinstance(found, dict) else found[1]
+            assert [t.tolist() for t in hits[0]] == [t.tolist() for t in expected[1][0]]
+
+
 def test_a_dict_of_the_functions_own_that_others_change(backend):
     """Without eager breaks, a replay gives the keys of the capture."""
     results = {}
@@ -1783,22 +1806,23 @@ def test_modules_among_the_arguments_train_or_not(backend):
     assert_same(g(x), x)
 
 
-def test_an_argument_with_a_gradient_is_refused(backend):
-    """The static input has none; without one it is another signature."""
+def test_the_gradient_of_an_argument_is_copied_too(backend):
+    """The function finds it at the static input; with none it is another signature."""
 
     def f(p):
         if p.grad is not None:
             p.sub_(p.grad)
         return p.sum()
 
-    g = graphed(backend, f, warmup=0)
-    p = torch.nn.Parameter(backend.tensor(3))
+    g = graphed(backend, f, warmup=1)
+    ours, plain = (torch.nn.Parameter(backend.tensor(3)) for _ in range(2))
     with torch.no_grad():
-        for _ in range(3):
-            assert_same(g(p), f(p))
-        p.grad = torch.ones_like(p)
-        with pytest.raises(CaptureFailedError, match=r"has a `\.grad`"):
-            g(p)
+        for seed in range(8):
+            if seed > 3:
+                ours.grad, plain.grad = (backend.tensor(3, seed=seed) for _ in range(2))
+            assert_same(g(ours), f(plain))
+            assert_same(ours, plain)
+    assert g.stats().captures == 2
 
 
 class Rounded(float):
@@ -1831,6 +1855,32 @@ def test_one_tensor_padded_in_two_ways_is_refused(backend):
     assert_same(g(x, x.clone())[0], x.sum(0))
     with pytest.raises(ValueError, match="k is a tensor that .* another way"):
         g(x, x)
+    bucket = Bucket(sizes=(8,), dims={"a": 0, "b": 0}, fill=float("nan"))
+    g = graphed(
+        backend, lambda a, b=None: (a + (a if b is None or b is False else b)).nansum(), bucket=bucket
+    )
+    for other in (x, None, False):
+        assert_same(g(x, other), x.sum() * 2)
+
+
+def test_a_buffer_that_another_signature_makes_is_no_change(backend):
+    """A mask, say, at the first causal call."""
+
+    class Attention(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("later", None)
+
+        def forward(self, x, causal=False):
+            if causal and self.later is None:
+                self.later = torch.ones_like(x).tril()
+                self.register_buffer("mask", self.later * 2, persistent=False)
+            return x * self.mask if causal else x + 1
+
+    g, plain = graphed(backend, Attention(), warmup=1), Attention()
+    x = backend.tensor(3, 3)
+    for causal in (False, False, False, True, True, True, False, True):
+        assert_same(g(x, causal=causal), plain(x, causal=causal))
 
 
 @torch.no_grad()

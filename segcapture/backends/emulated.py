@@ -15,7 +15,7 @@ import torch
 from segcapture.ambient import Ambient
 from segcapture.backends.tape import Recorder, Tape
 from segcapture.backends.triton_launches import launches_refused
-from segcapture.ownership import own_alias, storage_id
+from segcapture.ownership import own_alias, shows_memory_alone, storage_id
 from segcapture.replay import Program, Step, Watch, base_ambient, eager_step, graph_step, under
 from segcapture.segments import EagerSegment, GraphSegment, Segment
 
@@ -106,8 +106,13 @@ class EmulatedBackend:
 
     def argument(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Another object, since the captured code may change the shape of its own in place."""
-        strided = tensor.layout is torch.strided
-        return own_alias(tensor) if strided and storage_id(tensor) in self._recorder.made else None
+        if not shows_memory_alone(tensor) or tensor.layout is not torch.strided:
+            return None
+        try:
+            ours = storage_id(tensor) in self._recorder.made
+        except NotImplementedError:  # of vmap
+            return None
+        return own_alias(tensor) if ours else None
 
     def is_recording(self) -> bool:
         """Whether there is a tape: all operators of this thread go on it."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from segcapture.bridges import unbridgeable
+from segcapture.ownership import shows_memory_alone
 
 PoolId = Any  # (int, int): torch's stubs make a type of their own of it
 
@@ -78,7 +79,7 @@ class PoolMemory:
     def alias(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """A non-owning alias of a plain tensor that was allocated from the pool in this capture."""
         if (
-            type(tensor) is not torch.Tensor
+            not shows_memory_alone(tensor)
             or unbridgeable(tensor)
             or tensor.device != self._device
             or tensor.is_conj()

@@ -143,6 +143,11 @@ class _Entry:
             wait_for(self._func, leaves)
         for position, recorded in self._fresh:
             new = leaves[position]
+            if not isinstance(new, torch.Tensor):
+                raise CaptureFailedError(
+                    f"`{self.name}` returned no tensor on replay, and one at capture: its results depend on "
+                    f"what autograd needs, so it belongs into an eager segment."
+                )
             if new.shape != recorded.shape or new.dtype != recorded.dtype:
                 raise CaptureFailedError(
                     f"`{self.name}` returned {new.dtype} {list(new.shape)} on replay and "

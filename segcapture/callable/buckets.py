@@ -79,16 +79,17 @@ class Bucket:
                 continue
             for node in walk(value):
                 path = name + node.path.removeprefix("out")
-                if path not in self.dims or node.value is None:
-                    continue
-                if not isinstance(node.value, torch.Tensor):
+                if path in self.dims and node.container:
                     kind = type(node.value).__qualname__
-                    advice = f": name the tensors in it, as in '{path}[0]'" if node.container else ""
-                    raise ValueError(f"dims names {path}, which is no tensor but of type {kind}{advice}")
+                    raise ValueError(
+                        f"dims names {path}, a {kind}: name the tensors in it, as in '{path}[0]'"
+                    )
+                if path not in self.dims or not isinstance(node.value, torch.Tensor):
+                    continue
                 dim = _dimension(path, self.dims[path], node.value)
                 fill = self.fill.get(path, 0) if isinstance(self.fill, Mapping) else self.fill
                 how = Padded(dim, fill)
-                if found.setdefault(id(node.value), how) != how:
+                if repr(found.setdefault(id(node.value), how)) != repr(how):  # nan is nan
                     raise ValueError(
                         f"{path} is a tensor that is an argument in another place too, and is padded in "
                         f"another way there: pass a clone of it"

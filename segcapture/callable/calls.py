@@ -14,7 +14,6 @@ from segcapture.callable.signature import (
     Reading,
     Share,
     clashes_among,
-    has_grad,
     shared_memory,
     twins_among,
     typed,
@@ -61,11 +60,6 @@ class Call:
             raise CaptureFailedError(
                 "An argument requires grad, and a replay makes no autograd graph. Call it under "
                 "`torch.no_grad()` or `torch.inference_mode()`, or pass it detached."
-            )
-        if any(tensor.requires_grad and has_grad(tensor) for tensor in self.tensors):
-            raise CaptureFailedError(
-                "An argument has a `.grad`, and the static input that takes its place has none. Pass the "
-                "gradient as an argument of its own, and the tensor detached."
             )
         _check_no_graph_between([tensor for tensor in self.tensors if tensor.requires_grad])
         if self.overlaps_objects:

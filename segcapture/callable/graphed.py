@@ -135,7 +135,7 @@ class GraphedCallable(Managed):
 
         Raises:
             CaptureFailedError: it cannot be captured, with `on_error="raise"`: an argument is a tensor
-                subclass, has no hash or has a `.grad`, an argument or output requires grad with grad enabled,
+                subclass or has no hash, an argument or output requires grad with grad enabled,
                 the function changes containers among its arguments or replaces weights, and all that a
                 capture raises. A weight was replaced by others, with `weights="raise"`.
             CaptureStateError: after `invalidate`.

@@ -9,7 +9,7 @@ import torch
 
 from segcapture.callable.buckets import Padded, pad, pad_into
 from segcapture.callable.calls import Call
-from segcapture.callable.signature import Share, overlap
+from segcapture.callable.signature import Share, has_grad, overlap
 from segcapture.errors import CaptureFailedError
 from segcapture.memory import byte_range, copy_into, has_repeats, place_on, same_bits, without_repeats
 from segcapture.ownership import storage_id
@@ -56,9 +56,13 @@ class StaticInputs:
         """Whether a replay may write to one that is not mutated: an eager break runs in it."""
         self._away: list[int] = []
         """Positions of the call's tensors that are the memory of another static input than theirs."""
-        self.fill(tensors)
-        for tensor, static in zip(tensors, self.tensors, strict=True):
+        self._with_grad: list[int] = []
+        for i, (tensor, static) in enumerate(zip(tensors, self.tensors, strict=True)):
             static.requires_grad_(tensor.requires_grad)
+            if tensor.requires_grad and has_grad(tensor):
+                static.grad = torch.zeros_like(_grad(tensor))
+                self._with_grad.append(i)
+        self.fill(tensors)
 
     @property
     def nbytes(self) -> int:
@@ -119,6 +123,9 @@ class StaticInputs:
                     target, tensor = without_repeats(target), without_repeats(tensor)
                 targets.append(target)
                 sources.append(tensor)
+        for i in self._with_grad:
+            targets.append(_grad(self.tensors[i]))
+            sources.append(_grad(tensors[i]))
         self._copy(targets, sources)
         if self.watched:
             self._versions = list(map(_version, self.tensors))
@@ -215,6 +222,11 @@ def _other_view_of_given(
     if conj:
         tensor = tensor.conj()
     return torch._neg_view(tensor) if neg else tensor
+
+
+def _grad(tensor: torch.Tensor) -> torch.Tensor:
+    assert tensor.grad is not None
+    return tensor.grad
 
 
 def _apart(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """What a capture hands out: copies of its outputs, in the structure that the function returned."""
 
-import operator
+import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -54,7 +54,8 @@ class Outputs:
         self._rebuild = None
         if not self._given:
             self._rebuild = template(out, {id(tensor): i for i, tensor in enumerate(self._made)})
-        self._leaves = [node.value for node in walk(out) if not node.container]
+        # Weakly: an output may belong to somebody who counts its owners.
+        self._leaves = [_reference(node.value) for node in walk(out) if not node.container]
         self._read = (leaf_reader(out) or _read_by_walk) if capture.num_eager_breaks else None
 
     @property
@@ -104,8 +105,12 @@ class Outputs:
     def is_current(self) -> bool:
         """Whether the containers of the output still hold what they held: eager functions may fill them."""
         found: list[Any] = []
-        return self._read is None or (
-            self._read(self.out, found) and all(map(operator.is_, found, self._leaves))
+        if self._read is None:
+            return True
+        return (
+            self._read(self.out, found)
+            and len(found) == len(self._leaves)
+            and all(ref() is leaf for ref, leaf in zip(self._leaves, found, strict=True))
         )
 
     def _copies(self, length: int) -> list[torch.Tensor]:
@@ -119,6 +124,10 @@ class Outputs:
         made = [torch.empty_like(tensor) for tensor in found]
         torch._foreach_copy_(made, found)
         return made
+
+
+def _reference(leaf: Any) -> Callable[[], Any]:
+    return weakref.ref(leaf) if isinstance(leaf, torch.Tensor) else lambda: leaf
 
 
 def _read_by_walk(out: Any, into: list[Any]) -> bool:

@@ -68,7 +68,10 @@ class Weights:
             kind = type(module).__qualname__
             owned: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
             for items in owned:
-                tensors += [(items, name, kind) for name in items]
+                # Buffers may come up while another signature runs: masks, say.
+                lazy = items is module._buffers
+                named = [name for name, value in items.items() if not lazy or value is not None]
+                tensors += [(items, name, kind) for name in named]
             others += [(module._modules, name, kind) for name in module._modules]
         tensors.sort(key=lambda slot: not _has_address(slot[0][slot[1]]))  # those with an address first
         for items, name, kind in [*tensors, *others]:
@@ -84,7 +87,7 @@ class Weights:
         for kept, count, kind in self._counts:
             if len(kept) != count:
                 how = "added" if len(kept) > count else "taken out"
-                return f"a parameter, buffer or module of a {kind} was {how}"
+                return f"a parameter or module of a {kind} was {how}"
         now: list[Any] = [items.get(name) for items, name in self._slots]
         if all(map(operator.is_, now, self._values)):
             pointers = list(map(torch.Tensor.data_ptr, now[: self._count]))
@@ -97,7 +100,7 @@ class Weights:
 
 
 def _dicts(module: nn.Module) -> tuple[dict[str, Any], ...]:
-    return module._parameters, module._buffers, module._modules
+    return module._parameters, module._modules
 
 
 def _has_address(value: Any) -> bool:
@@ -105,6 +108,6 @@ def _has_address(value: Any) -> bool:
         return False
     try:
         value.data_ptr()
-    except RuntimeError:  # a wrapper subclass
+    except (RuntimeError, ValueError):  # a wrapper subclass; a lazy parameter
         return False
     return True
