@@ -54,8 +54,9 @@ class Outputs:
         self._rebuild = None
         if not self._given:
             self._rebuild = template(out, {id(tensor): i for i, tensor in enumerate(self._made)})
-        # Weakly: an output may belong to somebody who counts its owners.
-        self._leaves = [_reference(node.value) for node in walk(out) if not node.container]
+        # Weakly: an output may belong to somebody who counts its owners. None for what is no tensor.
+        leaves = [node.value for node in walk(out) if not node.container]
+        self._leaves = [weakref.ref(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
         self._read = (leaf_reader(out) or _read_by_walk) if capture.num_eager_breaks else None
 
     @property
@@ -103,14 +104,14 @@ class Outputs:
         return copy_tree(self.out, replace, objects=True, keep=self._keep)
 
     def is_current(self) -> bool:
-        """Whether the containers of the output still hold what they held: eager functions may fill them."""
-        found: list[Any] = []
+        """Whether the containers of the output hold the same tensors: eager functions may fill them."""
         if self._read is None:
             return True
+        found: list[Any] = []
         return (
             self._read(self.out, found)
             and len(found) == len(self._leaves)
-            and all(ref() is leaf for ref, leaf in zip(self._leaves, found, strict=True))
+            and all(map(_is_same_tensor, self._leaves, found))
         )
 
     def _copies(self, length: int) -> list[torch.Tensor]:
@@ -126,8 +127,8 @@ class Outputs:
         return made
 
 
-def _reference(leaf: Any) -> Callable[[], Any]:
-    return weakref.ref(leaf) if isinstance(leaf, torch.Tensor) else lambda: leaf
+def _is_same_tensor(captured: "weakref.ref[torch.Tensor] | None", leaf: Any) -> bool:
+    return not isinstance(leaf, torch.Tensor) if captured is None else captured() is leaf
 
 
 def _read_by_walk(out: Any, into: list[Any]) -> bool:
