@@ -8,6 +8,7 @@ import attrs
 import torch
 
 from segcapture.errors import CaptureFailedError
+from segcapture.memory import changes, view_of
 from segcapture.structure import rebuild, walk
 
 
@@ -153,21 +154,11 @@ def check_views(where: str, tensors: Iterable[torch.Tensor], aliases: Mapping[in
     """Raise CaptureFailedError if a function changed in place how an argument shows the capture's memory."""
     for tensor in tensors:
         before = aliases.get(id(tensor), tensor)
-        if before is tensor:
-            continue
-        old, new = _view(before), _view(tensor)
-        changed = [f"{name} {new[name]}, before {old[name]}" for name in old if old[name] != new.get(name)]
-        if changed:
+        if before is not tensor and (what := changes(view_of(before), view_of(tensor))):
             raise CaptureFailedError(
-                f"{where} changed an argument in place ({'; '.join(changed)}), and a replay would go on from "
-                f"that. Work on a view of it, and return that."
+                f"{where} changed an argument in place ({what}), and a replay would go on from that. Work on "
+                f"a view of it, and return that."
             )
-
-
-def _view(tensor: torch.Tensor) -> dict[str, Any]:
-    if tensor.layout is not torch.strided or tensor.is_nested:
-        return {}
-    return {"shape": list(tensor.shape), "stride": list(tensor.stride()), "address": tensor.data_ptr()}
 
 
 def _count(value: Any, tensor: torch.Tensor) -> int:

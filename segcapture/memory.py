@@ -1,6 +1,8 @@
 """Tensors as byte ranges of a storage: aliases that own nothing, and copies that skip repeats."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -82,6 +84,23 @@ def place_on(
     if like.is_conj():
         tensor = tensor.conj()
     return torch._neg_view(tensor) if like.is_neg() else tensor
+
+
+def view_of(value: Any) -> dict[str, Any]:
+    """What a tensor shows of its memory, by name; nothing for other values and what is not strided."""
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.is_nested:
+        return {}
+    view = {"shape": list(value.shape), "stride": list(value.stride()), "offset": value.storage_offset()}
+    with contextlib.suppress(RuntimeError):  # a wrapper subclass has none
+        view["address"] = value.data_ptr()
+    return view
+
+
+def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """What differs between two views of a tensor, in words; empty if nothing does."""
+    return "; ".join(
+        f"{name} {now.get(name)}, before {old}" for name, old in before.items() if old != now.get(name)
+    )
 
 
 _storage_offset = torch.Tensor.storage_offset

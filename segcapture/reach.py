@@ -50,8 +50,8 @@ def check_within_reach(nodes: list[Node], fresh: set[int], where: str) -> None:
                     f"code reads in a tuple, list, dict, or a field of the outer class.",
                     FrozenValueWarning,
                 )
-                continue
-            unreached = "what is in its items"
+            else:
+                unreached = "what is in its items"
         if unreached is not None:
             raise CaptureFailedError(
                 f"{what}, in which {unreached} cannot be written back, and holds a tensor. Return the tensor "

@@ -223,7 +223,9 @@ def attributes_besides(value: Any, content: Sequence[Child]) -> list[tuple[str, 
 
 
 def has_item(container: Any, key: Any) -> bool:
-    """Whether `set_item` would replace something, in a dict or object."""
+    """Whether `set_item` would replace something."""
+    if isinstance(container, list):
+        return bool(key < len(container))
     return key in container if isinstance(container, dict) else hasattr(container, key)
 
 

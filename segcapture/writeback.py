@@ -57,12 +57,12 @@ class Writeback:
         self._order = {node.path: index for index, node in enumerate(nodes)}
         self._leaves = sorted([*bridges.nodes, *persistent])
         self._read = leaf_reader(nodes[0].value)
-        plain = [index for index, node in enumerate(nodes) if not node.container]  # in the order of reading
-        self._bridged = [plain.index(index) for index in bridges.nodes]
-        self._tensors = [plain.index(index) for index in self._leaves]
-        self._unchanged = [
-            (i, self._check_of(index)) for i, index in enumerate(plain) if index not in bridges.position
-        ]
+        leaves = [index for index, node in enumerate(nodes) if not node.container]
+        place = {index: i for i, index in enumerate(leaves)}  # in what `_read` finds
+        self._bridged = [place[index] for index in bridges.nodes]
+        self._tensors = [place[index] for index in self._leaves]
+        self._plain = [index for index in leaves if not self._is_tensor(index)]
+        self._unchanged = [(place[i], self._check_of(i)) for i in sorted([*self._plain, *persistent])]
         self.store: Store = self._store_tree if self._read is None else self._store_plain
         if len(nodes) == len(bridges) == 1:
             self.store = bridges.store_one
@@ -92,11 +92,8 @@ class Writeback:
 
     def frozen(self) -> list[tuple[str, Any]]:
         """Path of each plain value in the output that cannot be replaced, and the value at capture."""
-        return [
-            (node.path, node.value)
-            for index, node in enumerate(self._nodes)
-            if not node.container and node.parent not in self._updates and not self._is_tensor(index)
-        ]
+        plain = [self._nodes[index] for index in self._plain]
+        return [(node.path, node.value) for node in plain if node.parent not in self._updates]
 
     def _is_tensor(self, index: int) -> bool:
         return issubclass(self._types[index], torch.Tensor)
@@ -128,13 +125,13 @@ class Writeback:
         for index, leaf in self.persistent.items():
             leaf.store(found[index].value, self._held_by_us, self.where)
         self.bridges.write(new, [leaf.data_ptr() for leaf in new])
-        walked = {
-            id(node.value) for node in found if node.container
-        }  # an object that is in itself is a leaf there
-        for index, (old, node) in enumerate(zip(self._nodes, found, strict=True)):
-            plain = not old.container and index not in self.persistent and index not in self.bridges.position
-            if plain and id(node.value) not in walked:
-                self._update_value(index, old, node.value, found[old.parent].value)
+        # An object that is in itself is a leaf there, and stays the captured one.
+        walked = {id(node.value) for node in found if node.container}
+        for index in self._plain:
+            new_value = found[index].value
+            if id(new_value) not in walked:
+                old = self._nodes[index]
+                self._update_value(index, old, new_value, found[old.parent].value)
 
     def _held_by_us(self, tensor: torch.Tensor) -> int:
         """How many references recorded calls keep, and the containers that are kept here."""
@@ -180,7 +177,7 @@ class Writeback:
                     f"{self.where} returned {new!r} at `{old.path}`, and {old.value!r} at capture, in a list "
                     f"that has become longer or shorter since, so its place is not known. Return a tuple."
                 )
-            if isinstance(captured, list) or has_item(captured, old.key):  # else the code has taken it out
+            if has_item(captured, old.key):  # else the captured code has taken it out
                 set_item(captured, old.key, new)
             old.value = new
         elif index not in self._warned and not _equal(old.value, new):

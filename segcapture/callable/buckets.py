@@ -68,8 +68,8 @@ class Bucket:
         """The tensors to pad, by their id, in how many places they are, and their common length.
 
         Raises:
-            ValueError: they differ in length, the call has none of them, or one has no such dimension or is
-                no tensor.
+            ValueError: they differ in length, the call has none of them, or one has no such dimension, is a
+                container, or is padded in two ways.
         """
         roots = {_root(path) for path in self.dims}
         found: dict[int, Padded] = {}

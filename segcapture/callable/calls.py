@@ -176,7 +176,7 @@ class Reader:
             change = None if before is None else before.change()
             if change is not None:
                 raise CaptureFailedError(
-                    f"{change[0].upper()}{change[1:]} by the function, which is Python's doing and no replay "
+                    f"{change} by the function, which is Python's doing and no replay "
                     f"does it again. Write into what is there (`copy_`, `mul_`), or pass weights='ignore'."
                 )
 

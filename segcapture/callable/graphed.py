@@ -141,8 +141,8 @@ class GraphedCallable(Managed):
             CaptureStateError: after `invalidate`.
             OutputMismatchError: as `BreakableCUDAGraphCapture.replay`, and all that eager functions raise.
             TypeError: what `key` returned has no hash.
-            ValueError: the arguments of a bucket differ in length, one is no tensor or has no such dimension,
-                or one is padded in two ways.
+            ValueError: the arguments of a bucket differ in length, one is a container, has no such dimension,
+                or is padded in two ways.
         """
         return self._serve(args, kwargs)
 
@@ -205,7 +205,7 @@ class GraphedCallable(Managed):
         self._reader.look_for_modules()
         if self._options["weights"] == "raise":
             raise CaptureFailedError(
-                f"{change[0].upper()}{change[1:]} after {self.name} was captured, which reads what was "
+                f"{change} after {self.name} was captured, which reads what was "
                 f"there. Update weights in place (`weight.copy_(new)`), call clear(), or pass "
                 f"weights='recapture'."
             )

@@ -1,6 +1,5 @@
 """What a function must leave as it is in its arguments, as no replay changes it again."""
 
-import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,6 +8,7 @@ import torch
 from segcapture.callable.places import contents
 from segcapture.callable.signature import PLAIN
 from segcapture.errors import CaptureFailedError
+from segcapture.memory import changes, view_of
 
 
 class Before:
@@ -25,7 +25,7 @@ class Before:
     ) -> None:
         self._args, self._kwargs, self._copied = args, kwargs, copied
         self._values = self._now()
-        self._views = {path: _view(value) for path, value in self._values.items()}
+        self._views = {path: view_of(value) for path, value in self._values.items()}
         self._gradients = list(map(_gradient, copied))
 
     def _now(self) -> dict[str, Any]:
@@ -45,10 +45,7 @@ class Before:
                 f"no replay does it again. Return it instead, or write into the tensor that is there."
             )
         for path, view in self._views.items():
-            now = _view(after[path])
-            changed = [name for name in view if view[name] != now[name]]
-            if changed:
-                what = "; ".join(f"{name} {now[name]}, before {view[name]}" for name in changed)
+            if what := changes(view, view_of(after[path])):
                 raise CaptureFailedError(
                     f"The function changed `{path}` of its arguments in place ({what}), and a replay writes "
                     f"values alone. Work on a view or a copy of it, and return that."
@@ -69,16 +66,6 @@ def _changed_place(before: Mapping[str, Any], after: Mapping[str, Any]) -> str |
         if old is not new and not (type(old) is type(new) and type(old) in PLAIN and old == new):
             return path
     return None
-
-
-def _view(value: Any) -> dict[str, Any]:
-    """What a tensor shows of its memory, in words and numbers; nothing for other values."""
-    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
-        return {}
-    view = {"shape": list(value.shape), "stride": list(value.stride()), "offset": value.storage_offset()}
-    with contextlib.suppress(RuntimeError):  # a wrapper subclass has none
-        view["address"] = value.data_ptr()
-    return view
 
 
 def _gradient(tensor: torch.Tensor) -> tuple[int, int] | None:

@@ -87,7 +87,7 @@ class Weights:
         for kept, count, kind in self._counts:
             if len(kept) != count:
                 how = "added" if len(kept) > count else "taken out"
-                return f"a parameter or module of a {kind} was {how}"
+                return f"A parameter or module of a {kind} was {how}"
         now: list[Any] = [items.get(name) for items, name in self._slots]
         if all(map(operator.is_, now, self._values)):
             pointers = list(map(torch.Tensor.data_ptr, now[: self._count]))
