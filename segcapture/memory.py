@@ -1,12 +1,10 @@
 """Tensors as byte ranges of a storage: aliases that own nothing, and copies that skip repeats."""
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-
-from segcapture.errors import OutputMismatchError
 
 
 def byte_range(tensor: torch.Tensor) -> tuple[int, int]:
@@ -101,72 +99,3 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     return "; ".join(
         f"{name} {now.get(name)}, before {old}" for name, old in before.items() if old != now.get(name)
     )
-
-
-_storage_offset = torch.Tensor.storage_offset
-
-
-class Sharing:
-    """How the leaves of an output share storages: fixed at capture, checked at each replay.
-
-    Args:
-        where: The segment, for messages.
-        paths: Path of each leaf.
-        captured: The leaves as later segments read them.
-        storages: Identity of the storage that each leaf had in the captured output.
-    """
-
-    def __init__(
-        self, where: str, paths: Sequence[str], captured: Sequence[torch.Tensor], storages: Sequence[int]
-    ) -> None:
-        self._where, self._paths, self._captured = where, paths, captured
-        self._pointers = [tensor.data_ptr() for tensor in captured]
-        first_with: dict[int, int] = {}
-        # Leaves of no elements share nothing.
-        self._first = [
-            first_with.setdefault(storages[i], i) if tensor.numel() else i
-            for i, tensor in enumerate(captured)
-        ]
-        self._separate = self._first == list(range(len(captured)))
-
-    def check(self, new: Sequence[torch.Tensor], pointers: Sequence[int]) -> None:
-        """Leaves that shared a storage still do, at the same distances, and no others.
-
-        Raises:
-            OutputMismatchError: they do not.
-        """
-        if self._separate and len(set(pointers)) == len(new) and not any(map(_storage_offset, new)):
-            return  # each at the start of a storage, and no two at one address: the common case, in 1 us
-        storages = [tensor.untyped_storage()._cdata for tensor in new]
-        if self._separate and len(set(storages)) == len(new):
-            return
-        first_with: dict[int, int] = {}
-        for i, tensor in enumerate(new):
-            if not pointers[i]:
-                continue
-            now, before = first_with.setdefault(storages[i], i), self._first[i]
-            other = min(now, before)
-            if other == i:
-                continue
-            captured = self._captured[i]
-            alike = _same_view(tensor, captured) and _same_view(new[other], self._captured[other])
-            if alike and (pointers[i], pointers[other]) == (self._pointers[i], self._pointers[other]):
-                continue
-            distance, expected = pointers[i] - pointers[other], self._pointers[i] - self._pointers[other]
-            if now != before or distance != expected or not alike:
-                raise OutputMismatchError(
-                    f"{self._where} returned `{self._paths[other]}` and `{self._paths[i]}` as "
-                    f"{_how(before == other)} at capture, and now as {_how(now == other)} (strides "
-                    f"{list(tensor.stride())} at a distance of {distance} bytes, expected "
-                    f"{list(captured.stride())} at {expected}). How outputs share memory is fixed at "
-                    f"capture: return the same views, or clones."
-                )
-
-
-def _same_view(tensor: torch.Tensor, captured: torch.Tensor) -> bool:
-    strides = zip(tensor.shape, tensor.stride(), captured.stride(), strict=True)
-    return all(size < 2 or now == before for size, now, before in strides) and same_bits(tensor, captured)
-
-
-def _how(shared: bool) -> str:
-    return "views of one memory" if shared else "separate tensors"

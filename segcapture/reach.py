@@ -36,9 +36,8 @@ def check_within_reach(nodes: list[Node], fresh: set[int], where: str) -> None:
     Warns (FrozenValueWarning) for those in an object inside of an object: eager segments get the new object,
     and often nobody else reads it.
     """
-    walked = {id(node.value) for node in nodes if node.container}
     for index, node in enumerate(nodes):
-        if isinstance(node.value, torch.Tensor) or (not node.container and id(node.value) in walked):
+        if isinstance(node.value, torch.Tensor) or node.same_as >= 0:
             continue
         what = f"{where} returned a {type(node.value).__qualname__} at `{node.path}`"
         unreached = out_of_reach(node.value)

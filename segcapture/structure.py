@@ -48,47 +48,29 @@ class Node:
     key: Any
     """What the container knows it by: an index, a key or an attribute name."""
     value: Any
-    container: bool
+    in_object: bool = False
+    """Whether it is inside of a plain object, where others of its kind are leaves."""
+    container: bool = False
     same_as: int = -1
     """Index of the node where this very container was met first (cycles, one list twice)."""
+    inside: range = range(0)
+    """Indices of a container's contents."""
 
 
-def walk(root: Any, order: Mapping[str, int] | None = None) -> list[Node]:
-    """All nodes below and including `root`, containers before their contents.
-
-    `order` ranks paths: a dict is its keys, and an object its attributes, not the order of them.
-    """
-    nodes: list[Node] = []
-    _visit(nodes, {}, order, root, "out", -1, None, False)
+def walk(root: Any) -> list[Node]:
+    """All nodes below and including `root`: each container before its contents, which follow each other."""
+    nodes = [Node("out", -1, None, root)]
+    seen: dict[int, int] = {}
+    for index, node in enumerate(nodes):  # it grows meanwhile
+        node.same_as = seen.get(id(node.value), -1)
+        content = children(node.value, node.in_object) if node.same_as < 0 else None
+        node.container = content is not None or node.same_as >= 0
+        if content is not None:
+            seen[id(node.value)] = index
+            node.inside = range(len(nodes), len(nodes) + len(content))
+            within = node.in_object or is_plain_object(node.value)
+            nodes += [Node(node.path + suffix, index, key, item, within) for key, suffix, item in content]
     return nodes
-
-
-# A function of the module: a recursive closure is a reference cycle, which would keep the output alive.
-def _visit(
-    nodes: list[Node],
-    seen: dict[int, int],
-    order: Mapping[str, int] | None,
-    value: Any,
-    path: str,
-    parent: int,
-    key: Any,
-    in_object: bool,
-) -> None:
-    index = len(nodes)
-    content = children(value, in_object)
-    node = Node(path, parent, key, value, content is not None)
-    nodes.append(node)
-    if content is None:
-        return
-    if id(value) in seen:
-        node.same_as = seen[id(value)]
-        return
-    seen[id(value)] = index
-    inside = in_object or is_plain_object(value)
-    if order is not None:
-        content.sort(key=lambda child: order.get(path + child[1], len(order)))
-    for child_key, suffix, child in content:
-        _visit(nodes, seen, order, child, path + suffix, index, child_key, inside)
 
 
 def children(value: Any, in_object: bool = False) -> list[Child] | None:
@@ -127,61 +109,37 @@ def is_plain_object(value: Any) -> bool:
     )
 
 
-def replace_items(nodes: list[Node], replacements: dict[int, Any]) -> Any:
-    """Put new values at the given nodes and return the root.
+def replace_items(nodes: list[Node], new: dict[int, Any], index: int = 0) -> Any:
+    """The value at a node with those of `new`, by their index, in their places below it.
 
     Mutable containers and records change in place (a frozen record too: it was made by the function
     a moment ago, and nobody else has seen it); tuples are rebuilt as what they are.
+
+    Raises:
+        TypeError: a tuple to rebuild is in itself, through another container.
     """
-    if len(nodes) == 1 or not replacements:
-        return replacements.get(0, nodes[0].value)
-    return _Replacing(nodes, replacements).root()
+    if not new:
+        return nodes[index].value
+    if nodes[index].same_as >= 0:
+        index = nodes[index].same_as
+    node = nodes[index]
+    if index in new:
+        if new[index] is _UNDER_WAY:
+            raise TypeError(f"the {type(node.value).__qualname__} at `{node.path}` is in itself")
+        return new[index]
+    is_tuple = isinstance(node.value, tuple)
+    new[index] = _UNDER_WAY if is_tuple else node.value
+    items = [replace_items(nodes, new, i) for i in node.inside]
+    changed = [i for i, item in zip(node.inside, items, strict=True) if item is not nodes[i].value]
+    if is_tuple:
+        new[index] = tuple_like(node.value, items) if changed else node.value
+    else:
+        for i in changed:
+            set_item(node.value, nodes[i].key, items[i - node.inside.start])
+    return new[index]
 
 
-class _Replacing:
-    """One rebuilding of an output, in which a container may occur more than once."""
-
-    def __init__(self, nodes: list[Node], replacements: dict[int, Any]) -> None:
-        self._nodes = nodes
-        self._done = dict(replacements)
-        self._contents: dict[int, list[int]] = {}
-        for index, node in enumerate(nodes):
-            self._contents.setdefault(node.parent, []).append(index)
-        self._later: list[tuple[Any, Any, int]] = []
-        """Container, key and index of a tuple that is in itself, through the container."""
-
-    def root(self) -> Any:
-        root = self._value(0)
-        for container, key, index in self._later:
-            set_item(container, key, self._done[index])
-        return root
-
-    def _value(self, index: int) -> Any:
-        node = self._nodes[index]
-        if node.same_as >= 0:
-            index = node.same_as
-        elif index not in self._done:
-            if isinstance(node.value, tuple):
-                self._done[index] = self._rebuilt(index, node)
-            else:
-                self._done[index] = node.value  # before its contents, which may hold it
-                self._update(index, node)
-        return self._done.get(index, node.value)
-
-    def _rebuilt(self, index: int, node: Node) -> Any:
-        inside = self._contents.get(index, ())
-        items = [self._value(i) for i in inside]
-        changed = any(new is not self._nodes[i].value for new, i in zip(items, inside, strict=True))
-        return tuple_like(node.value, items) if changed else node.value
-
-    def _update(self, index: int, node: Node) -> None:
-        for i in self._contents.get(index, ()):
-            item = self._nodes[i]
-            new = self._value(i)
-            if item.same_as >= 0 and item.same_as not in self._done:
-                self._later.append((node.value, item.key, item.same_as))
-            elif new is not item.value:
-                set_item(node.value, item.key, new)
+_UNDER_WAY = object()
 
 
 def rebuild(value: Any, replace: Callable[[Any], Any]) -> Any:

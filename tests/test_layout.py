@@ -15,7 +15,7 @@ LONGEST = 320  # lines
 # Each layer imports from those before it alone, and modules of one layer from each other in the order in
 # which they stand. A folder stands for all modules in it.
 LAYERS = [
-    ["errors", "state", "source", "memory", "structure", "leaves", "reach"],
+    ["errors", "state", "source", "memory", "structure", "reading", "reach", "layouts"],
     ["ambient", "composites", "collectives", "compiled"],
     ["arguments", "ownership"],
     ["bridges"],

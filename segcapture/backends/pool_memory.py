@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from segcapture.bridges import unbridgeable
+from segcapture.layouts import unbridgeable
 from segcapture.ownership import shows_memory_alone
 
 PoolId = Any  # (int, int): torch's stubs make a type of their own of it

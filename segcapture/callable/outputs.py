@@ -10,9 +10,9 @@ from segcapture.callable.hidden import check_within_reach
 from segcapture.callable.inputs import Give, StaticInputs
 from segcapture.callable.trees import copy_tree, template
 from segcapture.capture import BreakableCUDAGraphCapture
-from segcapture.errors import CaptureFailedError
-from segcapture.leaves import leaf_reader
+from segcapture.errors import CaptureFailedError, OutputMismatchError
 from segcapture.ownership import storage_id
+from segcapture.reading import Reader
 from segcapture.structure import is_plain_object, walk
 
 
@@ -55,9 +55,10 @@ class Outputs:
         if not self._given:
             self._rebuild = template(out, {id(tensor): i for i, tensor in enumerate(self._made)})
         # Weakly: an output may belong to somebody who counts its owners. None for what is no tensor.
-        leaves = [node.value for node in walk(out) if not node.container]
-        self._leaves = [weakref.ref(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
-        self._read = (leaf_reader(out) or _read_by_walk) if capture.num_eager_breaks else None
+        nodes = walk(out)
+        tensors = {i: node.value for i, node in enumerate(nodes) if isinstance(node.value, torch.Tensor)}
+        self._leaves = {index: weakref.ref(tensor) for index, tensor in tensors.items()}
+        self._read = Reader(nodes, "The function") if capture.num_eager_breaks else None
 
     @property
     def nbytes(self) -> int:
@@ -107,11 +108,13 @@ class Outputs:
         """Whether the containers of the output hold the same tensors: eager functions may fill them."""
         if self._read is None:
             return True
-        found: list[Any] = []
-        return (
-            self._read(self.out, found)
-            and len(found) == len(self._leaves)
-            and all(map(_is_same_tensor, self._leaves, found))
+        try:
+            found = self._read(self.out)
+        except OutputMismatchError:
+            return False
+        return all(
+            self._leaves[i]() is value if i in self._leaves else not isinstance(value, torch.Tensor)
+            for i, value in enumerate(found)
         )
 
     def _copies(self, length: int) -> list[torch.Tensor]:
@@ -125,15 +128,6 @@ class Outputs:
         made = [torch.empty_like(tensor) for tensor in found]
         torch._foreach_copy_(made, found)
         return made
-
-
-def _is_same_tensor(captured: "weakref.ref[torch.Tensor] | None", leaf: Any) -> bool:
-    return not isinstance(leaf, torch.Tensor) if captured is None else captured() is leaf
-
-
-def _read_by_walk(out: Any, into: list[Any]) -> bool:
-    into += [node.value for node in walk(out) if not node.container]
-    return True
 
 
 def check_no_grad(out: Any, grad: bool) -> None:

@@ -7,10 +7,10 @@ from typing import Any
 import attrs
 import torch
 
-from segcapture.bridges import unbridgeable
 from segcapture.callable.buckets import Padded
 from segcapture.callable.weights import training_flags, with_children
 from segcapture.errors import CaptureFailedError
+from segcapture.layouts import unbridgeable
 from segcapture.memory import byte_range
 from segcapture.ownership import storage_id
 from segcapture.structure import Child, Node, attributes_besides, children, is_plain_object, walk
