@@ -48,12 +48,13 @@ class Layouts:
                 self._check_one(path, captured, tensor)
             # Made here and not at capture, since it compares the thread's dispatch state too.
             self._fit = _guard(new)
-        pointers = list(map(torch.Tensor.data_ptr, new))
         if self.have_repeats:
             self._check_repeats(new)
+        if len(new) == 1:
+            return [new[0].data_ptr()]
+        pointers = list(map(torch.Tensor.data_ptr, new))
         # Each at the start of a storage, and no two at one address: the common case, in 1 us.
-        apart = self._separate and len(set(pointers)) == len(new) and not any(map(_storage_offset, new))
-        if not apart and len(new) > 1:
+        if not self._separate or len(set(pointers)) < len(new) or any(map(_storage_offset, new)):
             self._check_sharing(new, pointers)
         return pointers
 

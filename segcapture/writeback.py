@@ -1,6 +1,6 @@
 """Outputs of an eager segment: bridged at capture, checked and written back at replay (contract C4)."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from segcapture.memory import copy_into, same_memory
 from segcapture.ownership import fresh_nodes, storage_id
 from segcapture.persistent import Holders, Persistent
 from segcapture.reach import check_replaced, check_within_reach
-from segcapture.reading import Reader
+from segcapture.reading import Reader, other_kind
 from segcapture.source import warn
 from segcapture.structure import Node, children, has_item, replace_items, set_item
 
@@ -20,8 +20,9 @@ from segcapture.structure import Node, children, has_item, replace_items, set_it
 class Writeback:
     """The compiled plan of one eager segment's output.
 
-    `store(out)` checks a new output against the captured one and brings its values to where later
-    segments read them.
+    `store(out)` brings the values of a new output to where later segments read them. It raises
+    OutputMismatchError for one that is built in another way than at capture, with a leaf of another shape,
+    dtype or device, or with leaves that share memory in another way.
     """
 
     def __init__(
@@ -67,6 +68,11 @@ class Writeback:
                 node.value = None
 
     @property
+    def store(self) -> Callable[[Any], None]:
+        """Write back a new output."""
+        return self._store_alone if self._places == [0] else self._store
+
+    @property
     def expects_none(self) -> bool:
         """Whether the function returned None, so that there is nothing to store."""
         return self._plain == [0] and self._nodes[0].value is None
@@ -80,28 +86,27 @@ class Writeback:
         plain = [self._nodes[index] for index in self._plain]
         return [(node.path, node.value) for node in plain if node.parent not in self._updates]
 
-    def store(self, out: Any) -> None:
-        """Write back a new output.
-
-        Raises:
-            OutputMismatchError: it is built in another way than the captured one, a leaf of it has another
-                shape, dtype or device, or leaves share memory in another way.
-        """
+    def _store(self, out: Any) -> None:
         values = self._read(out)
         changed = [i for i in self._plain if values[i] is not self._nodes[i].value]
         self._check_plain(changed, values)
         if self._tensors:
-            new = [values[i] for i in self._places]
-            pointers = self._layouts.check(new)
-            if self._on_host:
-                self._memory.wait_for_host_copies()
-            if torch.is_grad_enabled():  # entering no_grad costs as much as ten checks
-                with torch.no_grad():
-                    self._copy(new, pointers)
-            else:
-                self._copy(new, pointers)
+            self._write([values[i] for i in self._places])
         for index in changed:
             self._update_value(index, values)
+
+    def _store_alone(self, out: Any) -> None:
+        self._write([out])
+
+    def _write(self, new: Sequence[Any]) -> None:
+        pointers = self._layouts.check(new)
+        if self._on_host:
+            self._memory.wait_for_host_copies()
+        if torch.is_grad_enabled():  # entering no_grad costs as much as ten checks
+            with torch.no_grad():
+                self._copy(new, pointers)
+        else:
+            self._copy(new, pointers)
 
     def _copy(self, new: Sequence[torch.Tensor], pointers: Sequence[int]) -> None:
         """Copy the values of checked leaves to where they are read."""
@@ -145,7 +150,7 @@ class Writeback:
         for index in changed:
             old, new = self._nodes[index], values[index]
             if isinstance(new, torch.Tensor) or children(new, old.in_object) is not None:
-                raise self._read.other_kind(old.path, type(old.value), new)
+                raise other_kind(self.where, old.path, type(old.value), new)
 
     def _captured(self, index: int) -> Any:
         """The captured container of a plain value, if the value can be replaced there."""

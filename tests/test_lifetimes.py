@@ -156,6 +156,30 @@ def test_a_capture_has_no_reference_cycles(backend):
         gc.enable()
 
 
+def test_the_plan_of_an_output_is_no_cycle(backend):
+    """Whatever the output holds: its aliases keep the pool."""
+    cache = torch.zeros(3, device=backend.device)
+
+    def f(t):
+        return {"new": (t + 1, None), "cache": [cache.copy_(t)], "again": [t], "n": 1}
+
+    x = torch.ones(3, device=backend.device)
+    gc.collect()
+    gc.disable()
+    try:
+        with torch.no_grad(), backend.capture() as g:
+            y = g.add_eager(f, x * 2)["new"][0] * 1
+        g.replay()
+        dead = [weakref.ref(s.writeback) for s in g.segments if s.kind == "eager"]
+        pool = weakref.ref(g.pool.state) if g.pool is not None else lambda: None
+        del g, y
+        assert dead
+        assert [ref() for ref in dead] == [None]
+        assert pool() is None
+    finally:
+        gc.enable()
+
+
 def test_the_loop_that_rebinds_its_capture(backend):
     """The old graphs die inside of the new capture, which must not mind."""
     outs = []
