@@ -12,7 +12,6 @@ import torch
 
 from segcapture.ambient import Ambient
 from segcapture.backends import make_backend
-from segcapture.backends.base import Replayer
 from segcapture.errors import CaptureFailedError, CaptureStateError
 from segcapture.guard import Guard
 from segcapture.inspection.methods import Inspection
@@ -113,7 +112,7 @@ class BreakableCUDAGraphCapture(Inspection):
     def _clear(self, status: _Status) -> None:
         self._status = status
         self._segments: tuple[Segment, ...] = ()
-        self._replayer: Replayer | None = None
+        self._replayer: Callable[[], None] | None = None
         self._guard: Guard | None = None
 
     @classmethod

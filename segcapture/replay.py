@@ -9,43 +9,13 @@ from torch.autograd import profiler
 
 from segcapture.ambient import Ambient
 from segcapture.errors import SegcaptureError
-from segcapture.segments import EagerSegment, GraphSegment, Segment
+from segcapture.segments import EagerSegment, Segment
 
 Around = Callable[[Callable[[], Any], Callable[[Any], None]], Callable[[], None]]
 """From a function and where its output goes to a call of both, with something around it."""
 Step = tuple[Callable[..., Any], tuple[Any, ...] | None, Callable[[Any], None] | None]
 """Eager: a function, its arguments, and where its output goes (None: it returns None). Graph: a launch,
 None, None."""
-
-
-def graph_step(segment: GraphSegment) -> Step:
-    """The step of a graph segment."""
-    return segment.graph.launch, None, None
-
-
-def eager_step(
-    segment: EagerSegment, base: Ambient, around: Around | None = None, watch: "Watch | None" = None
-) -> Step:
-    """The step of an eager segment, in a replay that runs under the ambient state `base`.
-
-    `around` wraps the call and its write-back, and inside of it `watch` the call alone.
-    """
-    call, store = segment.call, segment.writeback.store
-    invoke = call.invoke if watch is None else watch.function(call.invoke)
-    run = None if around is None else around(invoke, store)
-    if segment.ambient != base:
-
-        def run_in_own_ambient() -> None:
-            with segment.ambient.entered():
-                store(invoke()) if run is None else run()
-
-        return run_in_own_ambient, (), None
-    if run is not None:
-        return run, (), None
-    target = None if segment.writeback.expects_none else store
-    if watch is not None or call.live or call.kwargs:
-        return invoke, (), target
-    return call.fn, call.args, target
 
 
 class Watch(Protocol):
@@ -71,55 +41,94 @@ class ProfilerRanges:
 
 
 class Program:
-    """Segments with everything looked up that is known before a replay."""
+    """Segments with everything looked up that is known before a replay.
+
+    Args:
+        segments: To run in this order.
+        base: The ambient state under which the replay runs.
+        watch: What is told of each segment.
+        across: What to put around the call of an eager segment and its write-back, if anything.
+    """
 
     def __init__(
-        self, segments: Sequence[Segment], steps: Sequence[Step], watch: Watch | None = None
+        self,
+        segments: Sequence[Segment],
+        base: Ambient | None,
+        watch: Watch | None = None,
+        across: Callable[[EagerSegment], Around | None] = lambda segment: None,
     ) -> None:
         self._segments = tuple(segments)
-        self._steps = list(steps)
         self._watch = watch
+        self._steps: list[Step] = [
+            _eager_step(segment, base, across(segment), watch)
+            if isinstance(segment, EagerSegment)
+            else (segment.graph.launch, None, None)
+            for segment in segments
+        ]
 
-    def run(self, stream: Any, *, watched: bool = False) -> None:
+    def run(self, stream: Any) -> None:
         """Run all segments in order. `stream` is what the launches take.
-
-        `watched`: what watches has been told already.
 
         Raises:
             SegcaptureError: a graph could not be launched.
             OutputMismatchError: an eager function returned something else than at capture.
         """
-        if not watched and (self._watch is not None or profiler._is_profiler_enabled):
-            return self._run_watched(stream, self._watch or ProfilerRanges())
-        remaining: Any = iter(self._steps)
-        try:
-            for fn, args, store in remaining:
-                if args is None:
-                    status = fn(stream)
-                    if status[0]:
-                        raise _launch_failed(status[0])
-                elif store is None:
-                    out = fn(*args)
-                    if out is not None:
-                        self._reached(remaining).writeback.store(out)  # says what it expected
-                else:
-                    store(fn(*args))
-        except BaseException as error:
-            error.add_note(
-                f"segcapture: raised in {self._reached(remaining)} during replay. The segments after it "
-                f"did not run; the capture can be replayed again."
-            )
-            raise
-
-    def _run_watched(self, stream: Any, watch: Watch) -> None:
+        if self._watch is None and not profiler._is_profiler_enabled:
+            _run(self._segments, self._steps, stream)
+            return
+        watch = self._watch or ProfilerRanges()
         for segment, step in zip(self._segments, self._steps, strict=True):
-            single = Program([segment], [step])
             with watch.segment(segment):
-                single.run(stream, watched=True)
+                _run((segment,), [step], stream)
 
-    def _reached(self, remaining: Any) -> Any:
-        """The segment that runs now: the iterator knows, so that counting costs nothing on the way."""
-        return self._segments[len(self._steps) - remaining.__length_hint__() - 1]
+
+def _run(segments: Sequence[Segment], steps: list[Step], stream: Any) -> None:
+    remaining: Any = iter(steps)
+
+    def reached() -> Any:
+        # The iterator knows, so that counting costs nothing on the way.
+        return segments[len(steps) - remaining.__length_hint__() - 1]
+
+    try:
+        for fn, args, store in remaining:
+            if args is None:
+                status = fn(stream)
+                if status[0]:
+                    raise _launch_failed(status[0])
+            elif store is None:
+                out = fn(*args)
+                if out is not None:
+                    reached().writeback.store(out)  # says what it expected
+            else:
+                store(fn(*args))
+    except BaseException as error:
+        error.add_note(
+            f"segcapture: raised in {reached()} during replay. The segments after it did not run; the "
+            f"capture can be replayed again."
+        )
+        raise
+
+
+def _eager_step(
+    segment: EagerSegment, base: Ambient | None, around: Around | None, watch: Watch | None
+) -> Step:
+    """`around` wraps the call and its write-back, and inside of it `watch` the call alone."""
+    call, store = segment.call, segment.writeback.store
+    invoke = call.invoke if watch is None else watch.function(call.invoke)
+    run = None if around is None else around(invoke, store)
+    if segment.ambient != base:
+
+        def run_in_own_ambient() -> None:
+            with segment.ambient.entered():
+                store(invoke()) if run is None else run()
+
+        return run_in_own_ambient, (), None
+    if run is not None:
+        return run, (), None
+    target = None if segment.writeback.expects_none else store
+    if watch is not None or call.live or call.kwargs:
+        return invoke, (), target
+    return call.fn, call.args, target
 
 
 def base_ambient(segments: Sequence[Segment]) -> Ambient | None:

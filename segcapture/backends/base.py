@@ -1,86 +1,120 @@
 """What a capture asks of a backend."""
 
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 
-from segcapture.bridges import Memory
 from segcapture.replay import Watch
 from segcapture.segments import Graph, Segment
 
 
-class Replayer(Protocol):
-    """The replay loop over the segments of one capture."""
+class Backend(ABC):
+    """One capture on one device. Methods are called in the order in which they stand here.
 
-    def __call__(self) -> None:
-        """Run all segments in order."""
+    What is not abstract has nothing to do where there are neither streams nor a pool.
+    """
 
-
-class Backend(Memory, Protocol):
-    """One capture on one device. Methods are called in the order in which they stand here."""
+    device: torch.device
 
     @property
     def pool(self) -> Any:
         """What `pool=` of another capture takes; None where there is none."""
+        return None
 
     @property
     def forks(self) -> tuple[Any, ...]:
         """Side streams whose order with the main one crosses a break that comes now."""
+        return ()
 
     @property
     def side_stream(self) -> Any:
         """The side stream that is current in the user's code, if it is not the capture's."""
+        return None
 
     def turn(self) -> AbstractContextManager[None]:
         """For the block: the current stream after all work on this memory, and no other thread's on it."""
+        return nullcontext()
 
     def warm_up(self) -> AbstractContextManager[None]:
         """Around eager code: run it where a capture would, ordered with the current stream both ways."""
+        return nullcontext()
 
+    @abstractmethod
     def storages(self, segments: Sequence[Segment]) -> list[torch.UntypedStorage]:
         """The memory that a capture with these segments owns, or its whole pool."""
 
+    @abstractmethod
     def open(self) -> AbstractContextManager[None]:
         """Everything around a capture: stream, locks, device, collector. Left on any exit."""
 
+    @abstractmethod
     def begin(self) -> None:
         """Begin a graph segment."""
 
+    @abstractmethod
     def end(self) -> Graph | None:
         """End it, run it once if the capture executes, and return it; None if it was empty."""
 
+    @abstractmethod
     def argument(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """What a recorded call keeps instead of a tensor that is memory of this capture; None: itself."""
 
     def eager(self) -> AbstractContextManager[None]:
         """Around the eager function at capture, and the carrying of its output."""
+        return nullcontext()
 
+    @abstractmethod
     def returned(self) -> None:
         """The function has returned: wait for whoever still borrows its output, before owners are counted."""
 
+    @abstractmethod
+    def allocate(self, nbytes: int, device: torch.device) -> torch.UntypedStorage:
+        """Memory of the pool, or plain memory of another device."""
+
+    def alias(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """A non-owning alias of memory of the pool, or None for a tensor that must be kept strongly."""
+        return None
+
+    def is_alias(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor came from `alias`, and keeps no memory."""
+        return False
+
+    @abstractmethod
+    def wait_for_host_copies(self) -> None:
+        """Wait until all that was started is done, copies to the host among it."""
+
+    @abstractmethod
     def abort(self) -> list[str]:
         """End whatever is open after a failure; returns what went wrong while doing so."""
 
-    def replayer(self, segments: Sequence[Segment], watch: Watch | None = None) -> Replayer:
-        """Compile the replay loop, in which `watch` is told of each segment."""
+    def advice(self, error: BaseException) -> str:
+        """What a user can do about an exception that came up while recording."""
+        return ""
 
+    @abstractmethod
+    def replayer(self, segments: Sequence[Segment], watch: Watch | None = None) -> Callable[[], None]:
+        """Compile the replay loop, in which `watch` is told of each segment.
+
+        It runs in the ambient state of the first eager segment's capture.
+        """
+
+    def run(self, segment: Segment) -> None:
+        """Run one segment alone, and wait until it is done."""
+        self.replayer([segment])()
+        self.wait_for_host_copies()
+
+    @abstractmethod
     def is_recording(self) -> bool:
         """Whether an operator that runs now would be part of the graph segment."""
 
     def tensors_kept(self, segments: Sequence[Segment]) -> Counter[int]:
-        """How many tensors on each storage, by its identity, graph segments themselves keep alive."""
+        """How many tensors on each storage, by its identity, graph segments keep alive: CUDA graphs none."""
+        return Counter()
 
     def pool_bytes(self) -> tuple[int, int] | None:
         """Bytes of the pool that are reserved, and those in use; None where there is no pool."""
-
-    def is_alias(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor came from `alias`, and keeps no memory."""
-
-    def advice(self, error: BaseException) -> str:
-        """What a user can do about an exception that came up while recording."""
-
-    def run(self, segment: Segment) -> None:
-        """Run one segment alone and wait until it is done."""
+        return None

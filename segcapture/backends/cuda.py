@@ -1,6 +1,5 @@
 """The CUDA backend: graph segments are CUDA graphs of one pool, launched by the driver."""
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -8,10 +7,9 @@ from typing import Any
 import attrs
 import torch
 
-from segcapture.ambient import Ambient
 from segcapture.backends.driver import Driver, get_driver
 from segcapture.backends.forks import Forks, ordered, wait_for_all
-from segcapture.backends.graphs import ADVICE, BREAK, CudaGraph, step_of
+from segcapture.backends.graphs import ADVICE, BREAK, CudaGraph, across
 from segcapture.backends.lanes import Lane, one_capture
 from segcapture.backends.nvtx import nvtx_ranges
 from segcapture.backends.order import in_order
@@ -31,7 +29,7 @@ from segcapture.replay import Program, Watch, base_ambient, under
 from segcapture.segments import Segment
 
 
-class CudaBackend:
+class CudaBackend(Backend):
     """One capture on one CUDA device."""
 
     def __init__(
@@ -249,10 +247,6 @@ class CudaBackend:
         """Whether the current stream is one of the capture."""
         return torch.cuda.is_current_stream_capturing()
 
-    def tensors_kept(self, segments: Sequence[Segment]) -> Counter[int]:
-        """None: a CUDA graph keeps addresses."""
-        return Counter()
-
     def pool_bytes(self) -> tuple[int, int] | None:
         """Of the whole pool, with all captures that share it."""
         return None if self._state is None else bytes_of(self._state.id)
@@ -267,24 +261,12 @@ class CudaBackend:
 
     # Replay
 
-    def run(self, segment: Segment) -> None:
-        """Run one segment on the current stream, and wait for it."""
-        step = step_of(segment, self._base([segment]))
-        assert self._state is not None
-        in_order(self._state, Program([segment], [step]), self._driver, calls=True)()
-        torch.cuda.current_stream(self.device).synchronize()
-
-    def _base(self, segments: Sequence[Segment]) -> Ambient | None:
-        """The ambient state of a replay, in which the capture's device is current."""
-        base = base_ambient(segments)
-        return None if base is None else attrs.evolve(base, device=self.device.index)
-
     def replayer(self, segments: Sequence[Segment], watch: Watch | None = None) -> Callable[[], None]:
         """The replay loop. Eager segments run in the ambient state of the first one's capture."""
-        base = self._base(segments)
-        watch = watch or nvtx_ranges()
-        program = Program(segments, [step_of(segment, base, watch) for segment in segments], watch)
         assert self._state is not None
+        base = base_ambient(segments)
+        on_device = None if base is None else attrs.evolve(base, device=self.device.index)
+        program = Program(segments, on_device, watch or nvtx_ranges(), across)
         replay = in_order(self._state, program, self._driver, calls=base is not None)
         # The device is seen to already.
         return under(None if base is None else attrs.evolve(base, device=None), replay)

@@ -7,25 +7,21 @@ streams and the reuse of pool memory, and it cannot see kernels that bypass the 
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 
-from segcapture.ambient import Ambient
+from segcapture.backends.base import Backend
 from segcapture.backends.tape import Recorder, Tape
 from segcapture.backends.triton_launches import launches_refused
 from segcapture.ownership import own_alias, shows_memory_alone, storage_id
-from segcapture.replay import Program, Step, Watch, base_ambient, eager_step, graph_step, under
+from segcapture.replay import Program, Watch, base_ambient, under
 from segcapture.segments import EagerSegment, GraphSegment, Segment
 
 
-class EmulatedBackend:
+class EmulatedBackend(Backend):
     """One capture as tapes."""
-
-    pool: Any = None
-    forks: tuple[Any, ...] = ()
-    side_stream: Any = None
 
     def __init__(self, device: torch.device, *, pool: Any, stream: Any, execute: bool) -> None:
         if not execute:
@@ -39,14 +35,6 @@ class EmulatedBackend:
             raise ValueError(f"pool={pool!r} is of another device than {device}: there is no pool here")
         self.device = device
         self._recorder = Recorder(device)
-
-    def turn(self) -> AbstractContextManager[None]:
-        """Nothing to order: there are no streams."""
-        return nullcontext()
-
-    def warm_up(self) -> AbstractContextManager[None]:
-        """Nothing to prepare."""
-        return nullcontext()
 
     def storages(self, segments: Sequence[Segment]) -> list[torch.UntypedStorage]:
         """What the operators on the tapes made, and the bridges."""
@@ -77,10 +65,6 @@ class EmulatedBackend:
         tape, self._recorder.tape = self._recorder.tape, None
         return tape if tape is not None and tape.operations else None
 
-    def eager(self) -> AbstractContextManager[None]:
-        """Nothing to prepare: operators outside of a tape just run."""
-        return nullcontext()
-
     def returned(self) -> None:
         """Outputs of collectives have their owners alone once their Work has let go of them."""
         self._recorder.borrowed.wait_until_returned()
@@ -90,19 +74,11 @@ class EmulatedBackend:
         self._recorder.tape = None
         return []
 
-    def advice(self, error: BaseException) -> str:
-        """The refusals of the tape say themselves what to do."""
-        return ""
-
     def allocate(self, nbytes: int, device: torch.device) -> torch.UntypedStorage:
         """Plain memory."""
         storage = torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage()
         self._recorder.made.add(storage._cdata)
         return storage
-
-    def alias(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Everything is kept strongly: no memory is reused here."""
-        return None
 
     def argument(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Another object, since the captured code may change the shape of its own in place."""
@@ -126,31 +102,12 @@ class EmulatedBackend:
                 kept.update(segment.graph.storages_kept())
         return kept
 
-    def pool_bytes(self) -> None:
-        """There is no pool."""
-
-    def is_alias(self, tensor: torch.Tensor) -> bool:
-        """There are none."""
-        return False
-
     def wait_for_host_copies(self) -> None:
         """Wait for the GPU, in debug mode."""
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
 
-    def run(self, segment: Segment) -> None:
-        """Run one segment, synchronised."""
-        Program([segment], [_step(segment)]).run(None)
-        self.wait_for_host_copies()
-
     def replayer(self, segments: Sequence[Segment], watch: Watch | None = None) -> Callable[[], None]:
-        """The replay loop. Eager segments run in the ambient state of the first one's capture."""
+        """A loop over tapes and calls."""
         base = base_ambient(segments)
-        program = Program(segments, [_step(segment, base, watch) for segment in segments], watch)
-        return under(base, functools.partial(program.run, None))
-
-
-def _step(segment: Segment, base: Ambient | None = None, watch: Watch | None = None) -> Step:
-    if isinstance(segment, EagerSegment):
-        return eager_step(segment, base or segment.ambient, watch=watch)
-    return graph_step(segment)
+        return under(base, functools.partial(Program(segments, base, watch).run, None))

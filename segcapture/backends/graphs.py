@@ -5,13 +5,12 @@ from typing import Any
 
 import torch
 
-from segcapture.ambient import Ambient
 from segcapture.backends.driver import Launch
 from segcapture.backends.forks import ordered, wait_for_all
 from segcapture.backends.kernels import nodes_of
 from segcapture.backends.pool import OwnedGraph, call_boxed
-from segcapture.replay import Around, Step, Watch, eager_step, graph_step
-from segcapture.segments import EagerSegment, Segment
+from segcapture.replay import Around
+from segcapture.segments import EagerSegment
 
 BREAK = (
     "Move it, with what uses its value, into a function marked `@eager_break_during_capture` that returns "
@@ -54,16 +53,10 @@ def _prepared_launch(box: list[torch.cuda.CUDAGraph]) -> Launch:
     return launch
 
 
-def step_of(segment: Segment, base: Ambient | None = None, watch: Watch | None = None) -> Step:
-    """The step of a segment, in a replay that runs under the ambient state `base`."""
-    if isinstance(segment, EagerSegment):
-        across = _across(segment) if segment.forks else None
-        return eager_step(segment, base or segment.ambient, across, watch)
-    return graph_step(segment)
-
-
-def _across(segment: EagerSegment) -> Around:
-    """Order side streams around a function and its write-back, on whatever stream the replay is."""
+def across(segment: EagerSegment) -> Around | None:
+    """Orders side streams around a function and its write-back, on whatever stream the replay is."""
+    if not segment.forks:
+        return None
 
     def around(call: Callable[[], Any], store: Callable[[Any], None]) -> Callable[[], None]:
         def ordered_call() -> None:

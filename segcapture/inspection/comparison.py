@@ -94,8 +94,7 @@ class Comparison:
                 self._add("structure", str(segment), "breaks", text, segment)
                 return
             self._arguments(segment, gap, breaks[passed])
-            with segment.ambient.entered():
-                capture._backend.run(segment)
+            capture._backend.run(segment)
             self._frozen(segment, breaks[passed])
             self._leaves("output", str(segment), breaks[passed].output, _captured(segment), segment)
             passed += 1

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import torch
 
-from segcapture.segments import EagerSegment, Segment
+from segcapture.segments import GraphSegment, Segment
 from segcapture.source import short
 
 if TYPE_CHECKING:
@@ -37,10 +37,7 @@ def steps(capture: "BreakableCUDAGraphCapture") -> Iterator[Segment | Operator]:
     for segment in capture.segments:
         if capture._guard is not None:
             capture._guard.segment(segment)
-        if isinstance(segment, EagerSegment):
-            with segment.ambient.entered():
-                backend.run(segment)
-        elif capture.mode == "debug":
+        if isinstance(segment, GraphSegment) and capture.mode == "debug":
             tape: Any = segment.graph
             for entry in tape.launch_stepwise():
                 backend.wait_for_host_copies()
