@@ -1,7 +1,7 @@
 """A running capture: the boundaries between its segments, and what happens when something fails."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -19,12 +19,6 @@ from segcapture.source import location, raised_at
 from segcapture.state import state
 from segcapture.structure import is_plain_object, tensors_in, walk
 from segcapture.writeback import plan
-
-_GRAD_ADVICE = (
-    "An eager break is opaque to autograd. Capture under `torch.no_grad()` or "
-    "`torch.inference_mode()`; or, to train through it, call the function in the `forward` and "
-    "`backward` of a `torch.autograd.Function`."
-)
 
 
 class _Calls(list[Call]):
@@ -55,6 +49,8 @@ class Recording:
         self.guard: Guard | None = None
         """What replays must check, under `check=True`."""
         self._opened = ("start", "?")
+        self._doing = "nothing"
+        """The segment that is being captured, in words."""
         self._complete = False
         """Whether the last segment has ended."""
         self._stack = ExitStack()
@@ -99,7 +95,6 @@ class Recording:
     def leave(self, failure: BaseException | None) -> None:
         """Leave the capture. Trouble on the way out becomes a note of `failure`, never replaces it."""
         trouble: list[str] = []
-        doing = self._doing_graph()
         if failure is not None:
             trouble = self._backend.abort()
             self.segments.clear()
@@ -111,7 +106,7 @@ class Recording:
             trouble.append(f"{type(at_close).__name__}: {at_close}")
         if failure is not None:
             if failure is not self.failure and not self._complete:
-                self._note(failure, doing, in_graph=True)
+                self._note(failure, f"{self._doing} could not be captured")
             for text in trouble:
                 failure.add_note(f"segcapture: while cleaning up: {text}")
             # Its traceback holds our frames, and so this object: no cycle that keeps the pool.
@@ -120,6 +115,7 @@ class Recording:
 
     def _open_segment(self, name: str, place: str) -> None:
         self._opened = (name, place)
+        self._doing = f"graph segment {len(self.segments)} (opened by {name} at {place})"
         self._backend.begin()
         if self._checks is not None:
             self._checks.begin(len(self.segments))
@@ -145,14 +141,9 @@ class Recording:
         """End the graph segment here and begin another, with nothing in between."""
         if self.inside_eager or self._options.full:
             return
-        self._check_not_failed()
-        doing = self._doing_graph()
-        try:
-            self._close_segment()
-            self._open_segment(name or "break_graph", location())
-        except BaseException as error:
-            self._fail(error, doing)
-            raise
+        place = location()
+        with self._boundary():
+            self._open_segment(name or "break_graph", place)
 
     def record_break(
         self,
@@ -168,22 +159,30 @@ class Recording:
         if self.inside_eager or self._options.full:
             args, kwargs = resolve(args, kwargs)
             return fn(*args, **kwargs)
-        self._check_not_failed()
         place = location()
-        doing = self._doing_graph()
-        try:
-            self._close_segment()
-            doing = f"eager segment {len(self.segments)} ({name}, {place})"
+        with self._boundary():
+            self._doing = f"eager segment {len(self.segments)} ({name}, {place})"
             if self._options.barrier is not None:
                 with self._eagerly():  # a barrier is a collective: `break_on` must not see it
                     self._options.barrier()
             result = self._run_eager(fn, args, kwargs, name, stub, place, below_autograd)
-            doing = f"graph segment {len(self.segments)}"
             self._open_segment(name, place)
-        except BaseException as error:
-            self._fail(error, doing)
-            raise
         return result
+
+    @contextmanager
+    def _boundary(self) -> Iterator[None]:
+        """After the end of a graph segment. What fails at a boundary is the failure of the capture."""
+        if self.failure is not None:
+            raise CaptureFailedError(
+                f"The capture has failed already, with {type(self.failure).__name__}: leave the `with` block."
+            )
+        try:
+            self._close_segment()
+            yield
+        except BaseException as error:
+            self.failure = error
+            self._note(error, f"raised in {self._doing} during capture")
+            raise
 
     @contextmanager
     def _eagerly(self) -> Iterator[None]:
@@ -218,8 +217,8 @@ class Recording:
         now_args, now_kwargs = resolve(args, kwargs)
         arguments = list(tensors_in(*now_args, *now_kwargs.values()))
         check_grad = ambient.grad and not below_autograd
-        if check_grad and any(t.requires_grad for t in _given(now_args, now_kwargs)):
-            raise CaptureFailedError(f"{where} has an argument that requires grad. {_GRAD_ADVICE}")
+        if check_grad:
+            _refuse_grad(_given(now_args, now_kwargs), f"{where} has an argument")
         kept: dict[int, torch.Tensor] = {}
         call = Call.record(fn, args, kwargs, backend.argument, kept)
         self._calls.append(call)
@@ -234,10 +233,8 @@ class Recording:
             check_views(where, arguments, kept)
             if self._checks is not None:
                 self._checks.returned(nodes)
-            if check_grad and any(
-                isinstance(node.value, torch.Tensor) and node.value.requires_grad for node in nodes
-            ):
-                raise CaptureFailedError(f"{where} returned a tensor that requires grad. {_GRAD_ADVICE}")
+            if check_grad:
+                _refuse_grad((node.value for node in nodes), f"{where} returned a tensor")
             result, writeback = plan(nodes, arguments, backend, where, self._calls)
             del nodes
         self.segments.append(
@@ -254,24 +251,19 @@ class Recording:
         )
         return result
 
-    def _check_not_failed(self) -> None:
-        if self.failure is not None:
-            raise CaptureFailedError(
-                f"The capture has failed already, with {type(self.failure).__name__}: leave the `with` block."
-            )
-
-    def _doing_graph(self) -> str:
-        return f"graph segment {len(self.segments)} (opened by {self._opened[0]} at {self._opened[1]})"
-
-    def _fail(self, error: BaseException, doing: str) -> None:
-        self.failure = error
-        self._note(error, doing, in_graph=False)
-
-    def _note(self, error: BaseException, doing: str, *, in_graph: bool) -> None:
+    def _note(self, error: BaseException, what: str) -> None:
         came_from = raised_at(error.__traceback__)
         at = f", at {came_from}" if came_from else ""
-        what = f"{doing} could not be captured" if in_graph else f"raised in {doing} during capture"
         error.add_note(f"segcapture: {what}{at}. {self._backend.advice(error)}".rstrip())
+
+
+def _refuse_grad(values: Iterable[Any], what: str) -> None:
+    if any(isinstance(value, torch.Tensor) and value.requires_grad for value in values):
+        raise CaptureFailedError(
+            f"{what} that requires grad. An eager break is opaque to autograd. Capture under "
+            f"`torch.no_grad()` or `torch.inference_mode()`; or, to train through it, call the function in "
+            f"the `forward` and `backward` of a `torch.autograd.Function`."
+        )
 
 
 def _given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:

@@ -7,6 +7,7 @@ from typing import Any
 import attrs
 import torch
 
+from segcapture.backends.base import Backend
 from segcapture.backends.driver import Driver, get_driver
 from segcapture.backends.forks import Forks, ordered, wait_for_all
 from segcapture.backends.graphs import ADVICE, BREAK, CudaGraph, across

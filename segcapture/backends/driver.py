@@ -2,7 +2,7 @@
 
 The driver knows what torch does not say: which streams belong to a capture, and whether it recorded
 anything. cuda-python gives it (https://nvidia.github.io/cuda-python, 12.9 to 13). On ROCm there is no
-cuda-python, and `TorchDriver` does what torch's own API can.
+cuda-python, and `Driver` does what torch's own API can.
 """
 
 import ctypes
@@ -10,7 +10,7 @@ import functools
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -49,48 +49,66 @@ bind_context = is_captured
 """Gives this thread a current CUDA context, as any call of the runtime does."""
 
 
-class Driver(Protocol):
-    """What the CUDA backend asks of the driver. Streams are raw handles."""
+class Driver:
+    """What torch alone can say and do (HIP underneath, on ROCm). Streams are raw handles.
+
+    Not run on a ROCm machine so far: tests cover it on CUDA, as a stand-in.
+    """
 
     def create_stream(self) -> torch.cuda.Stream:
-        """A non-blocking stream that nobody else can get."""
+        """A non-blocking stream that nobody else can get: here as long as less than 32 are used."""
+        return torch.cuda.Stream()
 
     @property
     def handle(self) -> Callable[[int], Any]:
         """What `launch` takes for a stream."""
+        return int
 
     def is_valid(self, raw: int) -> bool:
         """Whether the stream is capturing, and can go on."""
+        with torch.cuda.stream(self._stream(raw)):
+            return torch.cuda.is_current_stream_capturing()
 
     def question(self, handles: Sequence[int]) -> Callable[[], list[int]]:
         """Tells which of these streams are capturing when it is called."""
+        return lambda: [raw for raw in handles if self.is_valid(raw)]
 
     def capture_id(self, raw: int) -> int:
-        """Which capture a capturing stream belongs to; 0 where it cannot be known."""
+        """Which capture a capturing stream belongs to. 0: not known, so too many streams count as forked."""
+        return 0
 
     def join(self, raw: int, forks: Sequence[torch.cuda.Stream]) -> int:
         """Make a capturing stream wait for everything in its capture: joins all forks.
 
         Returns the number of nodes recorded so far; -1 where it cannot be known.
         """
+        for stream in forks:
+            self._stream(raw).wait_stream(stream)
+        return -1
 
     def add_empty_node(self, raw: int) -> None:
-        """Record a node that does nothing."""
+        """Record a node that does nothing, so that torch does not warn about an empty graph."""
 
     def restart(self, raw: int) -> None:
         """End an invalid capture and begin a valid one, so that torch can end it in the usual way."""
 
     def launcher(self, graph: torch.cuda.CUDAGraph) -> Launch | None:
-        """A function of the stream's handle that launches the instantiated graph, or None."""
+        """A function of the stream's handle that launches the instantiated graph; None: torch must."""
+        return None
 
     def order(self, after: int, before: int) -> None:
         """Let the stream `after` wait for what `before` has been given so far: both of the current device."""
+        self._stream(after).wait_stream(self._stream(before))
 
     def relax(self) -> int:
         """Allow this thread, for now, what a capture forbids; returns what `unrelax` takes."""
+        return 0
 
     def unrelax(self, mode: int) -> None:
         """The reverse of `relax`."""
+
+    def _stream(self, raw: int) -> torch.cuda.Stream:
+        return torch.cuda.ExternalStream(raw) if raw else torch.cuda.default_stream()
 
 
 class _Handles(dict[int, Any]):
@@ -104,7 +122,7 @@ class _Handles(dict[int, Any]):
         return self.setdefault(raw, self._make(raw))
 
 
-class CudaDriver:
+class CudaDriver(Driver):
     """Through cuda-python."""
 
     def __init__(self) -> None:
@@ -112,10 +130,15 @@ class CudaDriver:
 
         self._cuda: Any = driver
         self._events: dict[tuple[int, int], Any] = {}
-        self.handle = _Handles(driver.CUstream).__getitem__
+        self._handles = _Handles(driver.CUstream)
         # Asked of 128 streams at each boundary: cuda-python takes twice as long, to make an enum each time.
         library = ctypes.PyDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
         self._is_capturing = library.cuStreamIsCapturing
+
+    @property
+    def handle(self) -> Callable[[int], Any]:
+        """A `CUstream`."""
+        return self._handles.__getitem__
 
     def _call(self, name: str, *args: Any) -> tuple[Any, ...]:
         """Call the driver; a status other than success is a RuntimeError with its code."""
@@ -136,7 +159,7 @@ class CudaDriver:
         return int(self._call("cuStreamIsCapturing", self.handle(raw))[0])
 
     def is_valid(self, raw: int) -> bool:
-        """CU_STREAM_CAPTURE_STATUS_ACTIVE."""
+        """By CU_STREAM_CAPTURE_STATUS_ACTIVE."""
         return self._status(raw) == 1
 
     def _info(self, raw: int) -> tuple[Any, ...]:
@@ -218,65 +241,6 @@ class CudaDriver:
         self._call("cuThreadExchangeStreamCaptureMode", self._cuda.CUstreamCaptureMode(mode))
 
 
-class TorchDriver:
-    """Through torch alone (HIP underneath), for ROCm: no node counts, no direct launch.
-
-    Not run on a ROCm machine so far: tests cover it on CUDA, as a stand-in.
-    """
-
-    def create_stream(self) -> torch.cuda.Stream:
-        """One of torch's fixed set: private only as long as the program uses fewer than 32."""
-        return torch.cuda.Stream()
-
-    @property
-    def handle(self) -> Callable[[int], Any]:
-        """The raw handle."""
-        return int
-
-    def _stream(self, raw: int) -> torch.cuda.Stream:
-        return torch.cuda.ExternalStream(raw) if raw else torch.cuda.default_stream()
-
-    def is_valid(self, raw: int) -> bool:
-        """Whether torch sees a capture on the stream."""
-        with torch.cuda.stream(self._stream(raw)):
-            return torch.cuda.is_current_stream_capturing()
-
-    def question(self, handles: Sequence[int]) -> Callable[[], list[int]]:
-        """Stream by stream."""
-        return lambda: [raw for raw in handles if self.is_valid(raw)]
-
-    def capture_id(self, raw: int) -> int:
-        """Not known: with captures in other threads, too many streams count as forked."""
-        return 0
-
-    def join(self, raw: int, forks: Sequence[torch.cuda.Stream]) -> int:
-        """Stream by stream; the nodes are not known."""
-        for stream in forks:
-            self._stream(raw).wait_stream(stream)
-        return -1
-
-    def add_empty_node(self, raw: int) -> None:
-        """Not possible: torch warns about an empty graph."""
-
-    def restart(self, raw: int) -> None:
-        """Not possible: torch's own clean-up has to do."""
-
-    def launcher(self, graph: torch.cuda.CUDAGraph) -> Launch | None:
-        """None: `CUDAGraph.replay` launches."""
-        return None
-
-    def order(self, after: int, before: int) -> None:
-        """`wait_stream`."""
-        self._stream(after).wait_stream(self._stream(before))
-
-    def relax(self) -> int:
-        """Not possible."""
-        return 0
-
-    def unrelax(self, mode: int) -> None:
-        """Not possible."""
-
-
 _driver: Driver | None = None
 
 
@@ -284,5 +248,5 @@ def get_driver() -> Driver:
     """The driver of this process."""
     global _driver
     if _driver is None:
-        _driver = CudaDriver() if torch.version.cuda else TorchDriver()
+        _driver = CudaDriver() if torch.version.cuda else Driver()
     return _driver
