@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from segcapture import CaptureFailedError, CaptureStateError, eager_break_during_capture
-from segcapture.backends.pool import OwnedGraph
+from segcapture.backends.graphs import CudaGraph
 from tests.gpu import assert_process_is_well, process_state
 
 
@@ -198,7 +198,7 @@ def test_an_error_inside_of_enter(cuda, monkeypatch):
 @pytest.mark.parametrize("at", [1, 2, 3])
 def test_an_interrupt_as_a_segment_begins(cuda, monkeypatch, at):
     """When torch's capture has begun already: of the pool's own graph, the first segment, a later one."""
-    begin, count = OwnedGraph.begin, [0]
+    begin, count = CudaGraph.begin, [0]
 
     def interrupted(self, *args):
         begin(self, *args)
@@ -209,7 +209,7 @@ def test_an_interrupt_as_a_segment_begins(cuda, monkeypatch, at):
     x = torch.ones(8, device="cuda")
     before = process_state()
     with monkeypatch.context() as patch:
-        patch.setattr(OwnedGraph, "begin", interrupted)
+        patch.setattr(CudaGraph, "begin", interrupted)
         with torch.no_grad(), pytest.raises(KeyboardInterrupt), cuda.capture() as g:
             g.add_eager(torch.neg, x * 2) + 1
     assert count[0] == at

@@ -10,13 +10,11 @@ import torch
 from segcapture.backends.base import Backend
 from segcapture.backends.driver import Driver, get_driver
 from segcapture.backends.forks import Forks, ordered, wait_for_all
-from segcapture.backends.graphs import ADVICE, BREAK, CudaGraph, across
+from segcapture.backends.graphs import ADVICE, BREAK, REGISTERS_GENERATORS, CudaGraph
 from segcapture.backends.lanes import Lane, one_capture
 from segcapture.backends.nvtx import nvtx_ranges
-from segcapture.backends.order import in_order
+from segcapture.backends.order import across, in_order
 from segcapture.backends.pool import (
-    REGISTERS_GENERATORS,
-    OwnedGraph,
     Pool,
     PoolState,
     collections_relaxed,
@@ -28,6 +26,24 @@ from segcapture.backends.pool_memory import PoolMemory, bytes_of, make_room
 from segcapture.errors import CaptureFailedError, CaptureStateError
 from segcapture.replay import Program, Watch, base_ambient, under
 from segcapture.segments import Segment
+
+
+@attrs.frozen
+class _Running:
+    """What a capture uses while it records."""
+
+    pool: PoolState
+    stream: torch.cuda.Stream
+    memory: PoolMemory
+    forks: Forks
+
+    @contextmanager
+    def on_stream(self) -> Iterator[int]:
+        """For the block, the capture stream is current; its raw handle."""
+        raw = self.stream.cuda_stream
+        here = torch._C._cuda_getDevice() == self.stream.device_index and _current(self.stream.device) == raw
+        with nullcontext() if here else torch.cuda.stream(self.stream):
+            yield raw
 
 
 class CudaBackend(Backend):
@@ -56,10 +72,8 @@ class CudaBackend(Backend):
         self._error_mode = capture_error_mode
         self._generators = generators
         self._driver: Driver = get_driver()
-        self._graph: OwnedGraph | None = None
-        self._memory: PoolMemory | None = None
-        self._forks: Forks | None = None
-        self._stream: torch.cuda.Stream | None = None
+        self._graph: CudaGraph | None = None
+        self._running: _Running | None = None
 
     @property
     def pool(self) -> Any:
@@ -69,12 +83,17 @@ class CudaBackend(Backend):
     @property
     def forks(self) -> tuple[torch.cuda.Stream, ...]:
         """Side streams whose order with the main one crosses the break."""
-        return () if self._forks is None else self._forks.crossing()
+        return self._now.forks.crossing()
 
     @property
     def side_stream(self) -> torch.cuda.Stream | None:
         """The user's current stream, if it is not the capture's."""
-        return None if self._forks is None else self._forks.current
+        return self._now.forks.current
+
+    @property
+    def _now(self) -> _Running:
+        assert self._running is not None
+        return self._running
 
     def _opened(self) -> PoolState:
         if self._state is None:
@@ -114,71 +133,55 @@ class CudaBackend(Backend):
             stack.enter_context(opened.used())
             make_room(self.device)
             stack.enter_context(collections_relaxed(self._driver, self._error_mode))
-            self._stream = stream
-            self._memory = PoolMemory(opened.id, self.device, keeper=opened)
-            self._forks = Forks(stream, self.device, self._driver)
-            stack.callback(self._leave)
-            yield
-
-    def _leave(self) -> None:
-        self._memory = self._forks = self._stream = None
-
-    @contextmanager
-    def _on_capture_stream(self) -> Iterator[int]:
-        assert self._stream is not None
-        raw = self._stream.cuda_stream
-        here = torch._C._cuda_getDevice() == self.device.index and _current(self.device) == raw
-        with nullcontext() if here else torch.cuda.stream(self._stream):
-            yield raw
+            memory = PoolMemory(opened.id, self.device, keeper=opened)
+            self._running = _Running(opened, stream, memory, Forks(stream, self.device, self._driver))
+            try:
+                yield
+            finally:
+                self._running = None
 
     def begin(self) -> None:
         """Begin the capture of a CUDA graph, and fork the side streams into it again."""
-        assert self._state is not None
-        assert self._forks is not None
-        open_graph = OwnedGraph()
-        with self._on_capture_stream() as raw:
-            self._state.lane.workspace.prepare_handle()  # an eager function may have had it freed
+        pool, opened = self._now.pool, CudaGraph()
+        with self._now.on_stream() as raw:
+            pool.lane.workspace.prepare_handle()  # an eager function may have had it freed
             try:
-                open_graph.begin(self._state.id, self._error_mode, self._generators)
+                opened.begin(pool.id, self._error_mode, self._generators)
             except BaseException:
                 if self._driver.is_valid(raw):  # it has begun: an interrupt came as the call returned
-                    self._graph = open_graph
+                    self._graph = opened
                 else:
-                    undo_begin(self.device, self._state.id, self._driver)
+                    undo_begin(self.device, pool.id, self._driver)
                 raise
-            self._graph = open_graph
-            self._forks.fork()
+            self._graph = opened
+            self._now.forks.fork()
 
     def end(self) -> CudaGraph | None:
         """Join all forks, end the capture, and launch the graph once."""
-        captured = self._graph
+        captured, raw = self._graph, self._now.stream.cuda_stream
         assert captured is not None
-        assert self._forks is not None
-        assert self._memory is not None
-        assert self._stream is not None
-        raw = self._stream.cuda_stream
         if not self._driver.is_valid(raw):
             raise CaptureFailedError(
                 "A CUDA call in this segment was not allowed and made the capture invalid, and its exception "
                 f"was caught in the `with` block. {BREAK}"
             )
-        operations = self._forks.join()
-        with self._on_capture_stream():
+        operations = self._now.forks.join()
+        with self._now.on_stream():
             if operations == 0:
                 self._driver.add_empty_node(raw)
             captured.call("capture_end")
             self._graph = None
-            self._memory.forget_break()
+            self._now.memory.forget_break()
             if operations == 0:
                 return None
             captured.call("instantiate")
+            captured.operations = operations
             direct = self._driver.launcher(captured.graph)
-            if not self._execute:
-                return CudaGraph(captured, operations, None)
-            draws = self._launch_watching_generators(captured)
-            return CudaGraph(captured, operations, None if draws else direct)
+            if self._execute and not self._draws_in_launch(captured) and direct is not None:
+                captured.launch = direct
+            return captured
 
-    def _launch_watching_generators(self, captured: OwnedGraph) -> bool:
+    def _draws_in_launch(self, captured: CudaGraph) -> bool:
         """Launch once. Whether the graph draws random numbers shows in the generators' offsets.
 
         Where others than those that are known may be drawn from, it counts as drawing.
@@ -192,13 +195,11 @@ class CudaBackend(Backend):
 
     def eager(self) -> AbstractContextManager[None]:
         """Order side streams around the eager function."""
-        assert self._stream is not None
-        return ordered(self._stream, self.forks)
+        return ordered(self._now.stream, self.forks)
 
     def returned(self) -> None:
         """The output may have been made on any of the streams, and is read on the current one."""
-        assert self._stream is not None
-        wait_for_all((*self.forks, self._stream), self.device)
+        wait_for_all((*self.forks, self._now.stream), self.device)
 
     def abort(self) -> list[str]:
         """End the open capture, however broken, so that torch's state is as after any other."""
@@ -208,7 +209,7 @@ class CudaBackend(Backend):
             return trouble
         for _ in range(2):
             try:
-                with self._on_capture_stream() as raw:
+                with self._now.on_stream() as raw:
                     if not self._driver.is_valid(raw):
                         self._driver.restart(raw)
                     if self._driver.join(raw, self.forks) == 0:
@@ -217,8 +218,7 @@ class CudaBackend(Backend):
                 return trouble
             except BaseException as error:
                 trouble.append(f"{type(error).__name__}: {error}")
-        assert self._state is not None
-        self._state.lane.broken = True
+        self._now.pool.lane.broken = True
         return trouble
 
     def advice(self, error: BaseException) -> str:
@@ -232,15 +232,14 @@ class CudaBackend(Backend):
 
     def allocate(self, nbytes: int, device: torch.device) -> torch.UntypedStorage:
         """From the pool; plain memory on another device, pinned on the host."""
-        assert self._memory is not None
         if device == self.device:
-            return self._memory.allocate(nbytes)
+            return self._now.memory.allocate(nbytes)
         pinned = device.type == "cpu"
         return torch.empty(nbytes, dtype=torch.uint8, device=device, pin_memory=pinned).untyped_storage()
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """A non-owning alias of memory of this capture."""
-        return None if self._memory is None else self._memory.alias(tensor)
+        return self._now.memory.alias(tensor)
 
     argument = alias
 

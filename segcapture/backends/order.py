@@ -1,13 +1,16 @@
 """Replays on CUDA: on the device's current stream, after all that shares memory with them (contract C6)."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from segcapture.backends.driver import Driver, in_thread, is_captured
+from segcapture.backends.forks import ordered, wait_for_all
 from segcapture.backends.pool import PoolState
 from segcapture.errors import CaptureStateError
-from segcapture.replay import Program
+from segcapture.replay import Around, Program
+from segcapture.segments import EagerSegment
 
 
 def in_order(pool: PoolState, program: Program, driver: Driver, *, calls: bool) -> Callable[[], None]:
@@ -44,3 +47,21 @@ def in_order(pool: PoolState, program: Program, driver: Driver, *, calls: bool) 
                     lane.move_to(around)
 
     return run_in_order
+
+
+def across(segment: EagerSegment) -> Around | None:
+    """Orders side streams around a function and its write-back, on whatever stream the replay is."""
+    if not segment.forks:
+        return None
+
+    def around(call: Callable[[], Any], store: Callable[[Any], None]) -> Callable[[], None]:
+        def ordered_call() -> None:
+            main = torch.cuda.current_stream()
+            with ordered(main, segment.forks), torch.cuda.stream(segment.stream):
+                out = call()
+                wait_for_all((*segment.forks, main), main.device)
+                store(out)
+
+        return ordered_call
+
+    return around

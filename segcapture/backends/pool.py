@@ -3,79 +3,17 @@
 import gc
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 
 from segcapture.backends.driver import Driver
+from segcapture.backends.graphs import CudaGraph
 from segcapture.backends.lanes import Lane, free_lane, lane_of
 from segcapture.backends.pool_memory import PoolId, segments_of
 from segcapture.errors import CaptureStateError
-from segcapture.state import state
-
-REGISTERS_GENERATORS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14)
-"""Whether a capture takes up by itself each generator that is drawn from, and does not say which."""
-
-_registry_lock = threading.RLock()
-
-
-def call_boxed(box: list[torch.cuda.CUDAGraph], method: str, *args: Any, **kwargs: Any) -> None:
-    """Call a method of a graph whose frames an exception does not keep: they would keep the graph."""
-    try:
-        getattr(box[0], method)(*args, **kwargs)
-    except BaseException as error:
-        raise error.with_traceback(None)  # noqa: B904  (the same exception)
-
-
-class OwnedGraph:
-    """A CUDA graph of ours, which dies when it may.
-
-    Inside of a capture of its thread that would invalidate the capture, so it waits for the end. And torch
-    keeps the graphs of a generator in a set without a lock, to which a capture that begins adds and from
-    which a graph that dies is taken, each without the interpreter's lock or not (CUDAGeneratorImpl.cpp and
-    Graph.cpp, torch 2.11): the two take turns here.
-    """
-
-    _box: Any = ()
-
-    def __init__(self, box: list[torch.cuda.CUDAGraph] | None = None) -> None:
-        # A box, so that whoever empties it drops the last reference, and while holding the lock.
-        self._box = [torch.cuda.CUDAGraph(keep_graph=True)] if box is None else box
-
-    @property
-    def graph(self) -> torch.cuda.CUDAGraph:
-        """torch's object. Do not keep it."""
-        graph: torch.cuda.CUDAGraph = self._box[0]
-        return graph
-
-    def begin(self, pool_id: PoolId, error_mode: str, generators: Sequence[torch.Generator] = ()) -> None:
-        """Begin to capture on the current stream."""
-        with _registry_lock:
-            if not REGISTERS_GENERATORS:
-                for generator in generators:
-                    self.call("register_generator_state", generator)
-            self.call("capture_begin", pool=pool_id, capture_error_mode=error_mode)
-
-    def call(self, method: str, *args: Any, **kwargs: Any) -> None:
-        """Call a method of torch's object."""
-        call_boxed(self._box, method, *args, **kwargs)
-
-    def hand_over(self) -> list[torch.cuda.CUDAGraph]:
-        """The box, for another owner."""
-        box: list[torch.cuda.CUDAGraph] = self._box
-        self._box = []
-        return box
-
-    def __del__(self) -> None:
-        if not self._box:
-            return
-        if state.keep_alive is not None:
-            state.keep_alive.append(OwnedGraph(self.hand_over()))
-        else:
-            with _registry_lock:
-                self._box.clear()
 
 
 class PoolState:
@@ -142,9 +80,9 @@ class PoolState:
 _anchor_streams: dict[int | None, torch.cuda.Stream] = {}
 
 
-def _empty_graph(pool_id: PoolId, device: torch.device, driver: Driver) -> OwnedGraph:
+def _empty_graph(pool_id: PoolId, device: torch.device, driver: Driver) -> CudaGraph:
     """Captured on a stream for nothing else: another thread may be capturing on any of the lanes."""
-    owned = OwnedGraph()
+    owned = CudaGraph()
     with torch.cuda.device(device), collections_relaxed(driver, "thread_local"):
         stream = _anchor_streams.pop(device.index, None) or driver.create_stream()
         with torch.cuda.stream(stream):

@@ -13,12 +13,12 @@ from segcapture import recording
 from segcapture.arguments import Call as RecordedCall
 from segcapture.backends.driver import CudaDriver
 from segcapture.backends.forks import Forks
-from segcapture.backends.pool import OwnedGraph
+from segcapture.backends.graphs import CudaGraph
 
 WHOLE = "a boundary, with its function"
 PARTS: list[tuple[str, Any, str]] = [
     (WHOLE, recording.Recording, "record_break"),
-    ("of it: torch begins, ends, instantiates and first launches the graph", OwnedGraph, "call"),
+    ("of it: torch begins, ends, instantiates and first launches the graph", CudaGraph, "call"),
     ("of it: which of torch's 128 streams are forked", Forks, "_find"),
     ("of it: joining by the nodes of the graph", CudaDriver, "join"),
     ("of it: keeping the arguments", RecordedCall, "record"),

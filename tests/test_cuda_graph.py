@@ -6,9 +6,8 @@ import weakref
 import pytest
 import torch
 
-from segcapture.backends import pool
+from segcapture.backends import graphs
 from segcapture.backends.graphs import CudaGraph
-from segcapture.backends.pool import OwnedGraph
 from segcapture.state import state
 
 
@@ -30,9 +29,9 @@ def _locked_by_this_thread():
     taken = []
 
     def take():
-        taken.append(pool._registry_lock.acquire(blocking=False))
+        taken.append(graphs._registry_lock.acquire(blocking=False))
         if taken[0]:
-            pool._registry_lock.release()
+            graphs._registry_lock.release()
 
     worker = threading.Thread(target=take)
     worker.start()
@@ -43,7 +42,7 @@ def _locked_by_this_thread():
 def test_a_graph_dies_under_the_lock():
     """Its last reference is dropped while no other thread can begin a capture."""
     log = []
-    owned = OwnedGraph([Graph(log)])
+    owned = CudaGraph([Graph(log)])
     del owned
     assert log == [True]
 
@@ -51,10 +50,7 @@ def test_a_graph_dies_under_the_lock():
 def test_a_graph_segment_that_draws_dies_under_the_lock():
     """Its launch function holds the box, not the graph."""
     log = []
-    captured = OwnedGraph([Graph(log)])
-    made = CudaGraph(captured, 1, None)
-    del captured
-    assert log == []
+    made = CudaGraph([Graph(log)])
     launch = made.launch
     launch(None)
     del made
@@ -67,7 +63,7 @@ def test_a_graph_that_is_dropped_in_a_capture_dies_after_it():
     log = []
     state.keep_alive = []
     try:
-        owned = OwnedGraph([Graph(log)])
+        owned = CudaGraph([Graph(log)])
         alive = weakref.ref(owned.graph)
         del owned
         assert alive() is not None
