@@ -49,7 +49,7 @@ class Recording:
         self.guard: Guard | None = None
         """What replays must check, under `check=True`."""
         self._opened = ("start", "?")
-        self._doing = "nothing"
+        self._doing = "the first segment"
         """The segment that is being captured, in words."""
         self._complete = False
         """Whether the last segment has ended."""

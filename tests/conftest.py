@@ -10,9 +10,13 @@ import pytest
 import torch
 
 from segcapture import BreakableCUDAGraphCapture
+from segcapture.backends import driver
 from segcapture.state import state
 
 FAIL_ON_SKIP = os.environ.get("SEGCAPTURE_FAIL_ON_SKIP") == "1"
+
+if os.environ.get("SEGCAPTURE_TEST_DRIVER") == "torch":  # as on ROCm
+    driver._driver = driver.Driver()
 
 
 @attrs.frozen

@@ -1,7 +1,7 @@
 """The CUDA backend: graph segments are CUDA graphs of one pool, launched by the driver."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
 
 import attrs
@@ -69,9 +69,9 @@ class CudaBackend(Backend):
         self._state: PoolState | None = getattr(pool, "state", None)
         self._given_stream: torch.cuda.Stream | None = stream
         self._execute = execute
-        self._error_mode = capture_error_mode
         self._generators = generators
         self._driver: Driver = get_driver()
+        self._error_mode = self._driver.error_mode(capture_error_mode)
         self._graph: CudaGraph | None = None
         self._running: _Running | None = None
 
@@ -167,7 +167,7 @@ class CudaBackend(Backend):
             )
         operations = self._now.forks.join()
         with self._now.on_stream():
-            if operations == 0:
+            if operations <= 0:
                 self._driver.add_empty_node(raw)
             captured.call("capture_end")
             self._graph = None
@@ -212,13 +212,18 @@ class CudaBackend(Backend):
                 with self._now.on_stream() as raw:
                     if not self._driver.is_valid(raw):
                         self._driver.restart(raw)
-                    if self._driver.join(raw, self.forks) == 0:
+                    if self._driver.join(raw, self.forks) <= 0:
                         self._driver.add_empty_node(raw)
                     broken.call("capture_end")
                 return trouble
             except BaseException as error:
                 trouble.append(f"{type(error).__name__}: {error}")
-        self._now.pool.lane.broken = True
+        pool = self._now.pool
+        pool.lane.broken = True
+        with suppress(Exception), self._now.on_stream():
+            broken.call("capture_end")  # an invalid capture ends with an error, and torch is left in it
+        with suppress(Exception):
+            undo_begin(self.device, pool.id, self._driver)
         return trouble
 
     def advice(self, error: BaseException) -> str:

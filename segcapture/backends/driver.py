@@ -52,12 +52,17 @@ bind_context = is_captured
 class Driver:
     """What torch alone can say and do (HIP underneath, on ROCm). Streams are raw handles.
 
-    Not run on a ROCm machine so far: tests cover it on CUDA, as a stand-in.
+    Never run on a ROCm machine: tests run it on CUDA, as a stand-in.
     """
+
+    def __init__(self) -> None:
+        self._bytes: dict[int, torch.Tensor] = {}
 
     def create_stream(self) -> torch.cuda.Stream:
         """A non-blocking stream that nobody else can get: here as long as less than 32 are used."""
-        return torch.cuda.Stream()
+        stream = torch.cuda.Stream()
+        self._bytes.setdefault(stream.device_index, torch.zeros(1, dtype=torch.uint8, device=stream.device))
+        return stream
 
     @property
     def handle(self) -> Callable[[int], Any]:
@@ -87,10 +92,16 @@ class Driver:
         return -1
 
     def add_empty_node(self, raw: int) -> None:
-        """Record a node that does nothing, so that torch does not warn about an empty graph."""
+        """Record a node that changes nothing, so that torch does not warn about an empty graph."""
+        with torch._C._DisableTorchDispatch():  # it is no operator of the user's
+            self._bytes[torch.cuda.current_device()].zero_()
 
     def restart(self, raw: int) -> None:
         """End an invalid capture and begin a valid one, so that torch can end it in the usual way."""
+
+    def error_mode(self, wanted: str) -> str:
+        """The mode to capture in: here the one in which graphs may die meanwhile, as `relax` does nothing."""
+        return "relaxed"
 
     def launcher(self, graph: torch.cuda.CUDAGraph) -> Launch | None:
         """A function of the stream's handle that launches the instantiated graph; None: torch must."""
@@ -128,6 +139,7 @@ class CudaDriver(Driver):
     def __init__(self) -> None:
         from cuda.bindings import driver
 
+        super().__init__()
         self._cuda: Any = driver
         self._events: dict[tuple[int, int], Any] = {}
         self._handles = _Handles(driver.CUstream)
@@ -214,6 +226,10 @@ class CudaDriver(Driver):
             self._cuda.cuStreamEndCapture(handle)  # its status is the error that brought us here
         mode = self._cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
         self._call("cuStreamBeginCapture", handle, mode)
+
+    def error_mode(self, wanted: str) -> str:
+        """As it is wanted."""
+        return wanted
 
     def launcher(self, graph: torch.cuda.CUDAGraph) -> Launch | None:
         """`cuGraphLaunch`, about 1 us cheaper than `CUDAGraph.replay`, which prepares random numbers."""

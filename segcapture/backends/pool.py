@@ -87,7 +87,7 @@ def _empty_graph(pool_id: PoolId, device: torch.device, driver: Driver) -> CudaG
         stream = _anchor_streams.pop(device.index, None) or driver.create_stream()
         with torch.cuda.stream(stream):
             try:
-                owned.begin(pool_id, "thread_local")
+                owned.begin(pool_id, driver.error_mode("thread_local"))
             finally:  # also where an interrupt came after it
                 if driver.is_valid(stream.cuda_stream):
                     driver.add_empty_node(stream.cuda_stream)
