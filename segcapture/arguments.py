@@ -1,6 +1,5 @@
 """What a recorded call keeps so that it can be made again (contract C3)."""
 
-import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -9,7 +8,7 @@ import torch
 
 from segcapture.errors import CaptureFailedError
 from segcapture.memory import changes, view_of
-from segcapture.structure import rebuild, walk
+from segcapture.structure import rebuild
 
 
 class Live:
@@ -64,25 +63,6 @@ def _check_holds_no_live(container: list[Any] | dict[Any, Any]) -> None:
         )
 
 
-def named_arguments(
-    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> list[tuple[str, Any]]:
-    """Each argument after the function's own name for it; `args[1]` where that cannot be known."""
-    try:
-        parameters = list(inspect.signature(fn).parameters.values())
-    except (TypeError, ValueError):
-        parameters = []
-    own = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    rest = [p.name for p in parameters if p.kind is p.VAR_POSITIONAL]
-    named = []
-    for i, value in enumerate(args):
-        if i < len(own):
-            named.append((own[i], value))
-        else:
-            named.append((f"{rest[0]}[{i - len(own)}]" if rest else f"args[{i}]", value))
-    return [*named, *kwargs.items()]
-
-
 @attrs.frozen(eq=False)
 class Call:
     """A function and the arguments of a break, as they are used at replay."""
@@ -134,20 +114,6 @@ class Call:
     def references_to(self, tensor: torch.Tensor) -> int:
         """How many references to this very tensor object the call itself keeps."""
         return _count(self.args, tensor) + _count(tuple(self.kwargs.values()), tensor)
-
-    def named(self) -> list[tuple[str, Any]]:
-        """Each argument after its name."""
-        return named_arguments(self.fn, self.args, self.kwargs)
-
-    def frozen(self) -> list[tuple[str, Any]]:
-        """The plain Python values that capture froze, each after its name."""
-        found = []
-        for name, value in self.named():
-            for node in walk(value) if isinstance(value, tuple) else walk(value)[:1]:
-                plain = isinstance(node.value, bool | int | float | complex | str | bytes | torch.dtype)
-                if plain:
-                    found.append((name + node.path.removeprefix("out"), node.value))
-        return found
 
 
 def check_views(where: str, tensors: Iterable[torch.Tensor], aliases: Mapping[int, torch.Tensor]) -> None:

@@ -13,7 +13,8 @@ import torch
 from segcapture.ambient import Ambient
 from segcapture.backends import make_backend
 from segcapture.errors import CaptureFailedError, CaptureStateError
-from segcapture.guard import Guard
+from segcapture.inspection.checks import Checks
+from segcapture.inspection.guard import Guard
 from segcapture.inspection.methods import Inspection
 from segcapture.operators import OperatorBreaks
 from segcapture.options import Options
@@ -93,9 +94,8 @@ class BreakableCUDAGraphCapture(Inspection):
         if breaks is not None and not callable(breaks):
             breaks = frozenset(breaks)
         full = self.mode == "full"
-        self._options = Options(
-            breaks, OperatorBreaks(() if full else break_on), barrier, execute, full, check
-        )
+        self._options = Options(breaks, OperatorBreaks(() if full else break_on), barrier, execute, full)
+        self._check = check
         self._backend = make_backend(
             device,
             debug=self.mode == "debug",
@@ -160,7 +160,8 @@ class BreakableCUDAGraphCapture(Inspection):
             raise CaptureStateError(f"{self._title()} {self._status.value}: call reset() to capture again.")
         self._status = _Status.CAPTURING
         self._ambient = Ambient.current(self.device)
-        self._recording = Recording(self, self._backend, self._options)
+        checks = Checks(self._backend) if self._check else None
+        self._recording = Recording(self, self._backend, self._options, checks)
         try:
             self._recording.enter()
         except BaseException:

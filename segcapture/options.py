@@ -17,7 +17,6 @@ class Options:
     barrier: Callable[[], object] | None
     execute: bool
     full: bool
-    check: bool
 
     def breaks_at(self, name: str) -> bool:
         """Whether a decorated function of this name breaks."""

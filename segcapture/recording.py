@@ -3,22 +3,24 @@
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from segcapture.ambient import Ambient, capture_ambient
 from segcapture.arguments import Call, check_views, resolve
 from segcapture.backends.base import Backend
-from segcapture.checks import Checks
 from segcapture.errors import CaptureFailedError
-from segcapture.guard import Guard
 from segcapture.options import Options
 from segcapture.segments import EagerSegment, GraphSegment, Segment
 from segcapture.source import location, raised_at
 from segcapture.state import state
 from segcapture.structure import is_plain_object, tensors_in, walk
 from segcapture.writeback import plan
+
+if TYPE_CHECKING:
+    from segcapture.inspection.checks import Checks
+    from segcapture.inspection.guard import Guard
 
 
 class _Calls(list[Call]):
@@ -31,7 +33,9 @@ class _Calls(list[Call]):
 class Recording:
     """Everything between `__enter__` and `__exit__` of one capture, in the thread that entered it."""
 
-    def __init__(self, owner: Any, backend: Backend, options: Options) -> None:
+    def __init__(
+        self, owner: Any, backend: Backend, options: Options, checks: "Checks | None" = None
+    ) -> None:
         self.owner = owner
         """The capture, for `BreakableCUDAGraphCapture.current()`."""
         self.segments: list[Segment] = []
@@ -45,7 +49,7 @@ class Recording:
         self._ambient = Ambient.current(backend.device)
         self._backend = backend
         self._options = options
-        self._checks = Checks(backend) if options.check else None
+        self._checks = checks
         self.guard: Guard | None = None
         """What replays must check, under `check=True`."""
         self._opened = ("start", "?")

@@ -6,6 +6,7 @@ import attrs
 import torch
 
 from segcapture.arguments import Call, resolve
+from segcapture.inspection.arguments import frozen, named
 from segcapture.inspection.report import Difference
 from segcapture.inspection.snapshot import Mismatch, compare, keep
 from segcapture.segments import EagerSegment, GraphSegment, Segment
@@ -203,7 +204,7 @@ def _kind_of_value(path: str, reader: Segment | None) -> str:
     """Of a Python value in an argument: frozen, or in an object that is kept by identity."""
     if not isinstance(reader, EagerSegment):
         return ""
-    return "value" if path in {name for name, _ in reader.call.frozen()} else "field"
+    return "value" if path in {name for name, _ in frozen(reader.call)} else "field"
 
 
 def _where(gap: list[GraphSegment], segment: Segment | None) -> str:
@@ -219,7 +220,7 @@ def _captured(segment: EagerSegment) -> list[Leaf]:
 
 def arguments_of(call: Call) -> list[tuple[str, Any]]:
     """The leaves of all arguments, by the function's own names."""
-    return [leaf for name, value in call.named() for leaf in leaves_of(name, value)]
+    return [leaf for name, value in named(call) for leaf in leaves_of(name, value)]
 
 
 def leaves_of(name: str, value: Any) -> list[tuple[str, Any]]:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from segcapture.inspection.arguments import frozen as frozen_arguments
 from segcapture.segments import EagerSegment, GraphSegment, Segment
 from segcapture.source import short
 
@@ -144,7 +145,7 @@ def _brief_name(name: str) -> str:
 
 def frozen(segment: EagerSegment) -> list[str]:
     """The plain values that an eager segment froze at capture, as `name=value`."""
-    return [f"{name}={_value(value)}" for name, value in segment.call.frozen()]
+    return [f"{name}={_value(value)}" for name, value in frozen_arguments(segment.call)]
 
 
 def _value(value: Any) -> str:

@@ -11,6 +11,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from segcapture.errors import CaptureStateError, FrozenValueWarning
+from segcapture.inspection.arguments import named
 from segcapture.ownership import references
 from segcapture.segments import EagerSegment, Segment
 from segcapture.source import warn
@@ -126,7 +127,7 @@ def _objects(segments: Sequence[Segment]) -> dict[int, list[_Held]]:
     ours: Counter[int] = Counter()
     for segment in segments:
         if isinstance(segment, EagerSegment):
-            for name, argument in segment.call.named():
+            for name, argument in named(segment.call):
                 for path, value in _outer_objects(name, argument):
                     ours[id(value)] += 1
                     found.setdefault(segment.index, []).append((path, value))

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from segcapture.compiled import uncompiled
 from segcapture.composites import has_own_dispatch, names_of
 from segcapture.errors import CaptureFailedError
-from segcapture.guard import Guard, Read, Use
+from segcapture.inspection.guard import Guard, Read, Use
 from segcapture.ownership import storage_id
 from segcapture.segments import Segment
 from segcapture.source import location
