@@ -7,8 +7,8 @@ import attrs
 import torch
 
 from segcapture.errors import CaptureFailedError
-from segcapture.memory import changes, view_of
-from segcapture.structure import rebuild
+from segcapture.writeback.memory import changes, view_of
+from segcapture.writeback.structure import rebuild
 
 
 class Live:

@@ -16,7 +16,7 @@ from segcapture.errors import CaptureFailedError, CaptureStateError
 from segcapture.inspection.checks import Checks
 from segcapture.inspection.guard import Guard
 from segcapture.inspection.methods import Inspection
-from segcapture.operators import OperatorBreaks
+from segcapture.operators.break_on import OperatorBreaks
 from segcapture.options import Options
 from segcapture.recording import Recording
 from segcapture.segments import GraphSegment, Segment

@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection
 import attrs
 
 from segcapture.errors import CaptureFailedError
-from segcapture.operators import OperatorBreaks
+from segcapture.operators.break_on import OperatorBreaks
 
 
 @attrs.frozen

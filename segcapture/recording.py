@@ -15,8 +15,8 @@ from segcapture.options import Options
 from segcapture.segments import EagerSegment, GraphSegment, Segment
 from segcapture.source import location, raised_at
 from segcapture.state import state
-from segcapture.structure import is_plain_object, tensors_in, walk
-from segcapture.writeback import plan
+from segcapture.writeback.plan import plan
+from segcapture.writeback.structure import is_plain_object, tensors_in, walk
 
 if TYPE_CHECKING:
     from segcapture.inspection.checks import Checks

@@ -7,7 +7,7 @@ import attrs
 from segcapture.ambient import Ambient
 from segcapture.arguments import Call
 from segcapture.source import short
-from segcapture.writeback import Writeback
+from segcapture.writeback.plan import Writeback
 
 
 class Graph(Protocol):

@@ -13,8 +13,8 @@ import pytest
 import torch
 from transformers.utils import ModelOutput
 
-from segcapture.ownership import fresh_nodes, own_alias, owned_by_us_alone, tensors_on_storage
-from segcapture.structure import walk
+from segcapture.writeback.ownership import fresh_nodes, own_alias, owned_by_us_alone, tensors_on_storage
+from segcapture.writeback.structure import walk
 
 
 class Pair(NamedTuple):

@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from segcapture import BreakableCUDAGraphCapture, OutputMismatchError
-from segcapture.reading import Reader
-from segcapture.structure import walk
+from segcapture.writeback.reading import Reader
+from segcapture.writeback.structure import walk
 
 
 class Pair(NamedTuple):

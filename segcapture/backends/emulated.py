@@ -15,9 +15,9 @@ import torch
 from segcapture.backends.base import Backend
 from segcapture.backends.tape import Recorder, Tape
 from segcapture.backends.triton_launches import launches_refused
-from segcapture.ownership import own_alias, shows_memory_alone, storage_id
 from segcapture.replay import Program, Watch, base_ambient, under
 from segcapture.segments import EagerSegment, GraphSegment, Segment
+from segcapture.writeback.ownership import own_alias, shows_memory_alone, storage_id
 
 
 class EmulatedBackend(Backend):

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from segcapture.composites import names_of
 from segcapture.errors import CaptureFailedError
+from segcapture.operators.composites import names_of
 from segcapture.source import location
 
 # CUDA's own words for error 900, cudaErrorStreamCaptureUnsupported.

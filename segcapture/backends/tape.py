@@ -12,13 +12,13 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from segcapture.backends.refusals import check_function, check_operator
 from segcapture.backends.works import Borrowed, Pending, Wait, let_threads_finish
-from segcapture.collectives import has_work, is_collective, is_mark, wait_for
-from segcapture.compiled import kernels_refused, uncompiled
-from segcapture.composites import has_own_dispatch, is_composite, names_of, run_in_parts
 from segcapture.errors import CaptureFailedError
-from segcapture.memory import copy_into
-from segcapture.ownership import own_alias, storage_id
+from segcapture.operators.collectives import has_work, is_collective, is_mark, wait_for
+from segcapture.operators.compiled import kernels_refused, uncompiled
+from segcapture.operators.composites import has_own_dispatch, is_composite, names_of, run_in_parts
 from segcapture.source import location
+from segcapture.writeback.memory import copy_into
+from segcapture.writeback.ownership import own_alias, storage_id
 
 # They promise no values, so there is nothing to run again.
 _EMPTY = {

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from segcapture.collectives import handle, works_of
+from segcapture.operators.collectives import handle, works_of
 from segcapture.source import location
 
 _LONGEST, _LOOK_EVERY = 0.05, 0.0005  # seconds for a thread to drop what it is done with

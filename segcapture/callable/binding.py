@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from segcapture.structure import HELD
+from segcapture.writeback.structure import HELD
 
 
 class _Held:

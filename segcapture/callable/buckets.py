@@ -10,7 +10,7 @@ import attrs
 import torch
 
 from segcapture.errors import CaptureFailedError
-from segcapture.structure import walk
+from segcapture.writeback.structure import walk
 
 
 def _sizes(given: Iterable[int]) -> tuple[int, ...]:

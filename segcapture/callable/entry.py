@@ -16,7 +16,7 @@ from segcapture.callable.unchanged import Before
 from segcapture.callable.weights import Weights
 from segcapture.capture import BreakableCUDAGraphCapture
 from segcapture.errors import CaptureFailedError
-from segcapture.structure import tensors_in
+from segcapture.writeback.structure import tensors_in
 
 Check = Callable[[], None]
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from segcapture.errors import CaptureFailedError
-from segcapture.structure import Node, children, walk
+from segcapture.writeback.structure import Node, children, walk
 
 _NOT_LOOKED_INTO = (
     torch.nn.Module,

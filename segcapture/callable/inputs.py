@@ -11,8 +11,15 @@ from segcapture.callable.buckets import Padded, pad, pad_into
 from segcapture.callable.calls import Call
 from segcapture.callable.signature import Share, has_grad, overlap
 from segcapture.errors import CaptureFailedError
-from segcapture.memory import byte_range, copy_into, has_repeats, place_on, same_bits, without_repeats
-from segcapture.ownership import storage_id
+from segcapture.writeback.memory import (
+    byte_range,
+    copy_into,
+    has_repeats,
+    place_on,
+    same_bits,
+    without_repeats,
+)
+from segcapture.writeback.ownership import storage_id
 
 Give = functools.partial[torch.Tensor]
 """From the tensors of a call to one that it gets back; its first argument is that one's position."""

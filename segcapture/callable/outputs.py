@@ -11,9 +11,9 @@ from segcapture.callable.inputs import Give, StaticInputs
 from segcapture.callable.trees import copy_tree, template
 from segcapture.capture import BreakableCUDAGraphCapture
 from segcapture.errors import CaptureFailedError, OutputMismatchError
-from segcapture.ownership import storage_id
-from segcapture.reading import Reader
-from segcapture.structure import is_plain_object, walk
+from segcapture.writeback.ownership import storage_id
+from segcapture.writeback.reading import Reader
+from segcapture.writeback.structure import is_plain_object, walk
 
 
 class Outputs:

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from segcapture.structure import children, is_plain_object, walk
+from segcapture.writeback.structure import children, is_plain_object, walk
 
 
 def named(args: tuple[Any, ...], kwargs: Mapping[str, Any], names: Sequence[str]) -> list[tuple[str, Any]]:

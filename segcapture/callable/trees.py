@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from segcapture.structure import children, is_plain_object, set_item, tensors_in, tuple_like
+from segcapture.writeback.structure import children, is_plain_object, set_item, tensors_in, tuple_like
 
 Replace = Callable[[torch.Tensor], torch.Tensor]
 Template = Callable[[Sequence[torch.Tensor]], Any]

@@ -8,7 +8,7 @@ import torch
 from segcapture.callable.places import contents
 from segcapture.callable.signature import PLAIN
 from segcapture.errors import CaptureFailedError
-from segcapture.memory import changes, view_of
+from segcapture.writeback.memory import changes, view_of
 
 
 class Before:

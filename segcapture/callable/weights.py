@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from segcapture.structure import walk
+from segcapture.writeback.structure import walk
 
 _training = operator.attrgetter("training")
 

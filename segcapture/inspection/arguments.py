@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from segcapture.arguments import Call
-from segcapture.structure import walk
+from segcapture.writeback.structure import walk
 
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype)
 

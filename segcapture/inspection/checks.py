@@ -16,14 +16,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from segcapture.compiled import uncompiled
-from segcapture.composites import has_own_dispatch, names_of
 from segcapture.errors import CaptureFailedError
 from segcapture.inspection.guard import Guard, Read, Use
-from segcapture.ownership import storage_id
+from segcapture.operators.compiled import uncompiled
+from segcapture.operators.composites import has_own_dispatch, names_of
 from segcapture.segments import Segment
 from segcapture.source import location
-from segcapture.structure import Node
+from segcapture.writeback.ownership import storage_id
+from segcapture.writeback.structure import Node
 
 _ADVICE = "Return it from the function, or make it before the capture and write to it in place."
 _COPIES = {"aten::copy_", "aten::_to_copy"}

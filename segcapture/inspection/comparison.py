@@ -11,7 +11,7 @@ from segcapture.inspection.report import Difference
 from segcapture.inspection.snapshot import Mismatch, compare, keep
 from segcapture.segments import EagerSegment, GraphSegment, Segment
 from segcapture.source import short
-from segcapture.structure import walk
+from segcapture.writeback.structure import walk
 
 if TYPE_CHECKING:
     from segcapture.capture import BreakableCUDAGraphCapture

@@ -12,11 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from segcapture.backends.refusals import check_function, check_operator
-from segcapture.compiled import uncompiled
-from segcapture.composites import has_own_dispatch, is_composite, run_in_parts
 from segcapture.errors import CaptureFailedError
 from segcapture.inspection.observer import Observer
 from segcapture.inspection.snapshot import tensors_of
+from segcapture.operators.compiled import uncompiled
+from segcapture.operators.composites import has_own_dispatch, is_composite, run_in_parts
 from segcapture.source import location
 
 

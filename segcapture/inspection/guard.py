@@ -12,10 +12,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from segcapture.errors import CaptureStateError, FrozenValueWarning
 from segcapture.inspection.arguments import named
-from segcapture.ownership import references
 from segcapture.segments import EagerSegment, Segment
 from segcapture.source import warn
-from segcapture.structure import tensors_in, walk
+from segcapture.writeback.ownership import references
+from segcapture.writeback.structure import tensors_in, walk
 
 
 @attrs.frozen

@@ -6,10 +6,10 @@ import attrs
 import torch
 
 from segcapture.inspection.table import aligned, size, title
-from segcapture.ownership import storage_id
 from segcapture.segments import EagerSegment, Segment
 from segcapture.source import short
-from segcapture.structure import tensors_in
+from segcapture.writeback.ownership import storage_id
+from segcapture.writeback.structure import tensors_in
 
 if TYPE_CHECKING:
     from segcapture.capture import BreakableCUDAGraphCapture

@@ -10,7 +10,7 @@ from typing import Any
 import attrs
 import torch
 
-from segcapture.structure import children
+from segcapture.writeback.structure import children
 
 _DEPTH = 6
 _LARGEST_KEPT = 64 * 2**20  # bytes: of larger tensors an even sample is kept

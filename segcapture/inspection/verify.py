@@ -10,7 +10,7 @@ from segcapture.inspection.observer import Observer
 from segcapture.inspection.report import VerifyReport
 from segcapture.inspection.snapshot import State
 from segcapture.segments import EagerSegment, Segment
-from segcapture.structure import tensors_in
+from segcapture.writeback.structure import tensors_in
 
 if TYPE_CHECKING:
     from segcapture.capture import BreakableCUDAGraphCapture

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from segcapture.errors import OutputMismatchError
-from segcapture.memory import has_repeats, repeats_alike, same_bits
+from segcapture.writeback.memory import has_repeats, repeats_alike, same_bits
 
 _storage_offset = torch.Tensor.storage_offset
 

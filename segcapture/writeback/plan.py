@@ -5,16 +5,16 @@ from typing import Any
 
 import torch
 
-from segcapture.bridges import Bridges, Memory, bridge
 from segcapture.errors import CaptureFailedError, FrozenValueWarning, OutputMismatchError
-from segcapture.layouts import Layouts, unbridgeable
-from segcapture.memory import copy_into, same_memory
-from segcapture.ownership import fresh_nodes, storage_id
-from segcapture.persistent import Holders, Persistent
-from segcapture.reach import check_replaced, check_within_reach
-from segcapture.reading import Reader, other_kind
 from segcapture.source import warn
-from segcapture.structure import Node, children, has_item, replace_items, set_item
+from segcapture.writeback.bridges import Bridges, Memory, bridge
+from segcapture.writeback.layouts import Layouts, unbridgeable
+from segcapture.writeback.memory import copy_into, same_memory
+from segcapture.writeback.ownership import fresh_nodes, storage_id
+from segcapture.writeback.persistent import Holders, Persistent
+from segcapture.writeback.reach import check_replaced, check_within_reach
+from segcapture.writeback.reading import Reader, other_kind
+from segcapture.writeback.structure import Node, children, has_item, replace_items, set_item
 
 
 class Writeback:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from segcapture.composites import names_of
+from segcapture.operators.composites import names_of
 
 if TYPE_CHECKING:
     from segcapture.recording import Recording

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable
 import attrs
 import torch
 
-from segcapture.bridges import Memory
 from segcapture.errors import OutputMismatchError
-from segcapture.layouts import unbridgeable
-from segcapture.ownership import own_alias, owned_by_us_alone
+from segcapture.writeback.bridges import Memory
+from segcapture.writeback.layouts import unbridgeable
+from segcapture.writeback.ownership import own_alias, owned_by_us_alone
 
 Holders = Callable[[torch.Tensor], int]
 """Tells how many references to a tensor the capture's own recorded calls keep."""

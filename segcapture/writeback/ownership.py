@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from segcapture.structure import Node
+from segcapture.writeback.structure import Node
 
 
 def _reference_counts(objects: Sequence[object]) -> list[int]:

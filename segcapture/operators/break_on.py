@@ -12,10 +12,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from segcapture.collectives import is_collective, is_mark, record_collective
-from segcapture.compiled import inside_compiled_region, uncompiled
-from segcapture.composites import as_called, has_own_dispatch, is_composite, names_of, run_in_parts
 from segcapture.errors import CaptureFailedError
+from segcapture.operators.collectives import is_collective, is_mark, record_collective
+from segcapture.operators.compiled import inside_compiled_region, uncompiled
+from segcapture.operators.composites import as_called, has_own_dispatch, is_composite, names_of, run_in_parts
 from segcapture.source import location, warn
 
 if TYPE_CHECKING:

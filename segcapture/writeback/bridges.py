@@ -6,8 +6,8 @@ from typing import Protocol
 import attrs
 import torch
 
-from segcapture.memory import byte_range, copy_into, place_on
-from segcapture.ownership import own_alias
+from segcapture.writeback.memory import byte_range, copy_into, place_on
+from segcapture.writeback.ownership import own_alias
 
 _ALIGNMENT = 256  # bytes; what the CUDA allocator's blocks have, and vectorised kernels may ask for
 

@@ -9,7 +9,7 @@ import torch
 
 from segcapture.errors import CaptureFailedError, FrozenValueWarning
 from segcapture.source import warn
-from segcapture.structure import (
+from segcapture.writeback.structure import (
     Node,
     attributes_besides,
     children,

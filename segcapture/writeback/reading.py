@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from segcapture.errors import OutputMismatchError
-from segcapture.structure import Node, children
+from segcapture.writeback.structure import Node, children
 
 Items = Callable[[Any], Iterable[Any]]
 """The items of a container that is built as the captured one; else an OutputMismatchError."""

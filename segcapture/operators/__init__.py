@@ -1,0 +1,1 @@
+"""Operators as a dispatch mode sees them: which are breaks, composite, collective or compiled."""

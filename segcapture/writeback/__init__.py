@@ -1,0 +1,1 @@
+"""What an eager function returns: walked, bridged at capture, and written back at replay (contract C4)."""
