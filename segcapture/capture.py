@@ -193,7 +193,8 @@ class BreakableCUDAGraphCapture(Inspection):
         if failure is None:
             self._segments = tuple(recording.segments)
             self._guard = recording.guard
-            self._replayer = self._backend.replayer(self._segments, self._guard)
+            watch = None if self._guard is None else self._guard.segment
+            self._replayer = self._backend.replayer(self._segments, watch)
             self._status = _Status.READY
         elif failure is not error:
             try:

@@ -16,7 +16,7 @@ from segcapture.segments import EagerSegment, GraphSegment, Segment
 from segcapture.source import location, raised_at
 from segcapture.state import state
 from segcapture.writeback.plan import plan
-from segcapture.writeback.structure import is_plain_object, tensors_in, walk
+from segcapture.writeback.structure import tensors_in, walk
 
 if TYPE_CHECKING:
     from segcapture.inspection.checks import Checks
@@ -222,7 +222,10 @@ class Recording:
         arguments = list(tensors_in(*now_args, *now_kwargs.values()))
         check_grad = ambient.grad and not below_autograd
         if check_grad:
-            _refuse_grad(_given(now_args, now_kwargs), f"{where} has an argument")
+            # An object, an optimizer say, is passed as itself.
+            given = [node for value in (*now_args, *now_kwargs.values()) for node in walk(value)]
+            _refuse_grad((node.value for node in given if not node.in_object), f"{where} has an argument")
+            del given
         kept: dict[int, torch.Tensor] = {}
         call = Call.record(fn, args, kwargs, backend.argument, kept)
         self._calls.append(call)
@@ -268,14 +271,3 @@ def _refuse_grad(values: Iterable[Any], what: str) -> None:
             f"`torch.no_grad()` or `torch.inference_mode()`; or, to train through it, call the function in "
             f"the `forward` and `backward` of a `torch.autograd.Function`."
         )
-
-
-def _given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
-    """The tensors that are passed as values. An object, an optimizer say, is passed as itself."""
-    for value in (*args, *kwargs.values()):
-        in_object: list[bool] = []
-        for node in walk(value):
-            above = node.parent >= 0 and in_object[node.parent]
-            in_object.append(above or is_plain_object(node.value))
-            if isinstance(node.value, torch.Tensor) and not above:
-                yield node.value

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.autograd import profiler
@@ -18,26 +18,13 @@ Step = tuple[Callable[..., Any], tuple[Any, ...] | None, Callable[[Any], None] |
 None, None."""
 
 
-class Watch(Protocol):
-    """What is told of each segment of a replay."""
-
-    def segment(self, segment: Segment, /) -> AbstractContextManager[Any]:
-        """Entered around a segment."""
-
-    def function(self, call: Callable[[], Any], /) -> Callable[[], Any]:
-        """What to call in place of an eager segment's function."""
+Watch = Callable[[Segment], AbstractContextManager[Any]]
+"""What is entered around each segment of a replay."""
 
 
-class ProfilerRanges:
-    """Shows each segment in torch.profiler, and as an NVTX range under `emit_nvtx`, by its name."""
-
-    def segment(self, segment: Segment) -> AbstractContextManager[Any]:
-        """A `record_function` range."""
-        return torch.profiler.record_function(str(segment))
-
-    def function(self, call: Callable[[], Any]) -> Callable[[], Any]:
-        """The function as it is."""
-        return call
+def profiler_range(segment: Segment) -> AbstractContextManager[Any]:
+    """Shows a segment in torch.profiler, and as an NVTX range under `emit_nvtx`, by its name."""
+    return torch.profiler.record_function(str(segment))
 
 
 class Program:
@@ -46,7 +33,7 @@ class Program:
     Args:
         segments: To run in this order.
         base: The ambient state under which the replay runs.
-        watch: What is told of each segment.
+        watch: What to enter around each segment.
         across: What to put around the call of an eager segment and its write-back, if anything.
     """
 
@@ -60,7 +47,7 @@ class Program:
         self._segments = tuple(segments)
         self._watch = watch
         self._steps: list[Step] = [
-            _eager_step(segment, base, across(segment), watch)
+            _eager_step(segment, base, across(segment))
             if isinstance(segment, EagerSegment)
             else (segment.graph.launch, None, None)
             for segment in segments
@@ -76,9 +63,9 @@ class Program:
         if self._watch is None and not profiler._is_profiler_enabled:
             _run(self._segments, self._steps, stream)
             return
-        watch = self._watch or ProfilerRanges()
+        watch = self._watch or profiler_range
         for segment, step in zip(self._segments, self._steps, strict=True):
-            with watch.segment(segment):
+            with watch(segment):
                 _run((segment,), [step], stream)
 
 
@@ -109,25 +96,21 @@ def _run(segments: Sequence[Segment], steps: list[Step], stream: Any) -> None:
         raise
 
 
-def _eager_step(
-    segment: EagerSegment, base: Ambient | None, around: Around | None, watch: Watch | None
-) -> Step:
-    """`around` wraps the call and its write-back, and inside of it `watch` the call alone."""
+def _eager_step(segment: EagerSegment, base: Ambient | None, around: Around | None) -> Step:
     call, store = segment.call, segment.writeback.store
-    invoke = call.invoke if watch is None else watch.function(call.invoke)
-    run = None if around is None else around(invoke, store)
+    run = None if around is None else around(call.invoke, store)
     if segment.ambient != base:
 
         def run_in_own_ambient() -> None:
             with segment.ambient.entered():
-                store(invoke()) if run is None else run()
+                store(call.invoke()) if run is None else run()
 
         return run_in_own_ambient, (), None
     if run is not None:
         return run, (), None
     target = None if segment.writeback.expects_none else store
-    if watch is not None or call.live or call.kwargs:
-        return invoke, (), target
+    if call.live or call.kwargs:
+        return call.invoke, (), target
     return call.fn, call.args, target
 
 

@@ -97,7 +97,7 @@ class Backend(ABC):
 
     @abstractmethod
     def replayer(self, segments: Sequence[Segment], watch: Watch | None = None) -> Callable[[], None]:
-        """Compile the replay loop, in which `watch` is told of each segment.
+        """Compile the replay loop, in which `watch` is entered around each segment.
 
         It runs in the ambient state of the first eager segment's capture.
         """

@@ -2,7 +2,7 @@
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -82,10 +82,6 @@ class Guard:
         for held in self._objects.get(segment.index, ()):
             held.warn_if_dropped(segment)
         return nullcontext()
-
-    def function(self, call: Callable[[], Any]) -> Callable[[], Any]:
-        """The function as it is."""
-        return call
 
 
 class _Held:

@@ -10,7 +10,7 @@ import attrs
 import torch
 
 from segcapture.inspection.table import aligned, title
-from segcapture.segments import Segment
+from segcapture.segments import EagerSegment, Segment
 from segcapture.source import short
 
 if TYPE_CHECKING:
@@ -112,7 +112,8 @@ def profile(capture: "BreakableCUDAGraphCapture", n: int) -> ProfileReport:
         raise ValueError(f"n must be 1 or more, got {n}")
     device = capture.device
     clock = _Clock(device, len(capture.segments))
-    watched = capture._backend.replayer(capture.segments, clock)
+    segments = [clock.timed(s) if isinstance(s, EagerSegment) else s for s in capture.segments]
+    watched = capture._backend.replayer(segments, clock.around)
     usual = [_timed(capture.replay, device) for _ in range(n + 1)][1:]
     runs = []
     for _ in range(n + 1):
@@ -190,7 +191,7 @@ class _Clock:
             self._events[self._used].record()
             self._used += 1
 
-    def segment(self, segment: Segment) -> "_Clock":
+    def around(self, segment: Segment) -> "_Clock":
         """Itself, as the context around a segment."""
         return self
 
@@ -202,17 +203,18 @@ class _Clock:
         self._at[-1].append(time.perf_counter_ns())
         self._mark()
 
-    def function(self, call: Callable[[], Any]) -> Callable[[], Any]:
-        """The call, timed."""
+    def timed(self, segment: EagerSegment) -> EagerSegment:
+        """The segment, with a function that is timed."""
+        fn = segment.call.fn
 
-        def timed() -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
             start = time.perf_counter_ns()
             try:
-                return call()
+                return fn(*args, **kwargs)
             finally:
                 self._function[len(self._at) - 1] = (start, time.perf_counter_ns())
 
-        return timed
+        return attrs.evolve(segment, call=attrs.evolve(segment.call, fn=call))
 
     def spans(self, segments: tuple[Segment, ...]) -> list[Span]:
         """What was read, after the GPU is done."""
