@@ -24,7 +24,8 @@ class Layouts:
     def __init__(
         self, where: str, paths: Sequence[str], captured: Sequence[torch.Tensor], storages: Sequence[int]
     ) -> None:
-        self._where, self._paths, self._captured = where, paths, captured
+        self.paths = paths
+        self._where, self._captured = where, captured
         self._pointers = [tensor.data_ptr() for tensor in captured]
         first_with: dict[int, int] = {}
         # Leaves of no elements share nothing.
@@ -44,7 +45,7 @@ class Layouts:
             OutputMismatchError: they are not, or something is no tensor.
         """
         if not self._fit(*new):
-            for path, captured, tensor in zip(self._paths, self._captured, new, strict=True):
+            for path, captured, tensor in zip(self.paths, self._captured, new, strict=True):
                 self._check_one(path, captured, tensor)
             # Made here and not at capture, since it compares the thread's dispatch state too.
             self._fit = _guard(new)
@@ -73,7 +74,7 @@ class Layouts:
             raise OutputMismatchError(f"{self._where} returned {what} at `{path}`; {expected}. {advice}.")
 
     def _check_repeats(self, new: Sequence[torch.Tensor]) -> None:
-        for path, captured, tensor in zip(self._paths, self._captured, new, strict=True):
+        for path, captured, tensor in zip(self.paths, self._captured, new, strict=True):
             if not repeats_alike(captured, tensor):
                 raise OutputMismatchError(
                     f"{self._where} returned a tensor with strides {_list(tensor.stride())} at `{path}`, and "
@@ -101,7 +102,7 @@ class Layouts:
             distance, expected = pointers[i] - pointers[other], self._pointers[i] - self._pointers[other]
             if now != before or distance != expected or not alike:
                 raise OutputMismatchError(
-                    f"{self._where} returned `{self._paths[other]}` and `{self._paths[i]}` as "
+                    f"{self._where} returned `{self.paths[other]}` and `{self.paths[i]}` as "
                     f"{_how(before == other)} at capture, and now as {_how(now == other)} (strides "
                     f"{list(tensor.stride())} at a distance of {distance} bytes, expected "
                     f"{list(captured.stride())} at {expected}). How outputs share memory is fixed at "
