@@ -15,13 +15,16 @@ import torch
 
 from segcapture.writeback.structure import Node
 
-
-def _reference_counts(objects: Sequence[object]) -> list[int]:
-    return [sys.getrefcount(objects[i]) for i in range(len(objects))]
+_only_a_list = 0
 
 
-# What getrefcount reads for an object that only a list holds: it differs between Python versions.
-_ONLY_A_LIST = _reference_counts([object()])[0]
+def references(objects: Sequence[object]) -> list[int]:
+    """How many references there are to each, besides that of the list they come in."""
+    return [sys.getrefcount(objects[i]) - _only_a_list for i in range(len(objects))]
+
+
+# What is read for an object that only a list holds differs between Python versions.
+_only_a_list = references([object()])[0]
 
 
 def _references_of_cpp_owners() -> int:
@@ -29,15 +32,10 @@ def _references_of_cpp_owners() -> int:
     # holds a reference to the Python object.
     with torch.inference_mode(False), torch.no_grad():
         view = torch.empty(2, device="cpu")[1:]
-        return _reference_counts([view._base])[0] - _ONLY_A_LIST
+        return references([view._base])[0]
 
 
 _CPP_OWNERS = _references_of_cpp_owners()
-
-
-def references(objects: Sequence[object]) -> list[int]:
-    """How many references there are to each, besides that of the list they come in."""
-    return [count - _ONLY_A_LIST for count in _reference_counts(objects)]
 
 
 def storage_id(tensor: torch.Tensor) -> int:
@@ -64,8 +62,8 @@ def fresh_nodes(nodes: list[Node], arguments: Iterable[torch.Tensor]) -> set[int
     for node in nodes:
         if node.container and node.same_as < 0:
             expected.update(_held_by(node.value))
-    counts = _reference_counts(objects)
-    sole = {key: count - _ONLY_A_LIST <= expected[key] for key, count in zip(index_of, counts, strict=True)}
+    counts = references(objects)
+    sole = {key: count <= expected[key] for key, count in zip(index_of, counts, strict=True)}
     del objects
 
     owned: dict[int, bool] = {}
@@ -98,7 +96,7 @@ def _held_by(container: object) -> list[int]:
 def _has_own_attributes(node: Node) -> bool:
     """Whether no other object holds the attribute dict of a container."""
     boxed = [getattr(node.value, "__dict__", None) if node.container else None]
-    return not isinstance(boxed[0], dict) or _reference_counts(boxed)[0] - _ONLY_A_LIST <= 1
+    return not isinstance(boxed[0], dict) or references(boxed)[0] <= 1
 
 
 def _all_of_storage(leaves: dict[int, torch.Tensor], aliases: int = 0) -> bool:
@@ -116,12 +114,10 @@ def _all_of_storage(leaves: dict[int, torch.Tensor], aliases: int = 0) -> bool:
                 bases[id(base)] = base
         del base
     every = {**leaves, **bases}
-    for count in _reference_counts(list(bases.values())):
-        if count - _ONLY_A_LIST - _CPP_OWNERS > 2:  # `bases` and `every`
-            return False
-    for key, tensor in every.items():
-        if _use_count(tensor) > 1 + uses[key]:
-            return False
+    if any(count - _CPP_OWNERS > 2 for count in references(list(bases.values()))):  # `bases` and `every`
+        return False
+    if any(_use_count(tensor) > 1 + uses[key] for key, tensor in every.items()):
+        return False
     any_tensor = next(iter(leaves.values()))
     return tensors_on_storage(any_tensor) <= len(every) + hidden + aliases
 
@@ -183,8 +179,8 @@ def owned_by_us_alone(
     if tensors_on_storage(alias) <= ours:
         return True
     expected = [holders(alive[i]) + _CPP_OWNERS * (_use_count(alive[i]) > 1) for i in range(len(alive))]
-    counts = _reference_counts(alive)
-    if any(count - _ONLY_A_LIST > kept for count, kept in zip(counts, expected, strict=True)):
+    counts = references(alive)
+    if any(count > kept for count, kept in zip(counts, expected, strict=True)):
         return False
     return bool(alive) and _all_of_storage({id(tensor): tensor for tensor in alive}, ours)
 
