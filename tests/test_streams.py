@@ -258,23 +258,26 @@ def test_an_eager_function_may_not_use_the_pool_that_it_belongs_to(cuda, x):
     assert torch.equal(inside, x * 30)
 
 
-def test_an_output_made_on_a_forked_stream(cuda, x):
-    """Its bridge is filled when it is there, at capture and at replay."""
+@pytest.mark.parametrize("slow", ["graph", "eager"])
+def test_eager_work_on_a_forked_stream(cuda, x, slow):
+    """It comes after the segment's work there, without a wait of its own, and before its bridge is filled."""
     side = torch.cuda.Stream()
 
-    @eager_break_during_capture
-    def on_fork(t):
+    def on_side(part, fn):
         with torch.cuda.stream(side):
-            spin()
-            return t * 3
+            if slow == part:
+                spin()
+            return fn()
+
+    @eager_break_during_capture
+    def use(t):
+        return on_side("eager", lambda: t * 3)
 
     def f(t):
         main = torch.cuda.current_stream()
         y = t * 2
         side.wait_stream(main)
-        with torch.cuda.stream(side):
-            z = y + 1
-        w = on_fork(z)
+        w = use(on_side("graph", lambda: y + 1))
         main.wait_stream(side)
         return w + 1
 
@@ -354,29 +357,6 @@ def test_work_that_an_eager_function_leaves_on_a_forked_stream(cuda, x):
         return buffer + z
 
     check(cuda, f, lambda t: t * 6 + t * 2 + 1, x)
-
-
-def test_eager_work_on_a_forked_stream_waits_for_the_segment_before(cuda, x):
-    """A function that uses the side stream without a wait of its own reads what was computed there."""
-    side = torch.cuda.Stream()
-
-    @eager_break_during_capture
-    def use(t):
-        with torch.cuda.stream(side):
-            return t * 3
-
-    def f(t):
-        main = torch.cuda.current_stream()
-        y = t * 2
-        side.wait_stream(main)
-        with torch.cuda.stream(side):
-            spin()
-            z = y + 1
-        w = use(z)
-        main.wait_stream(side)
-        return w + 1
-
-    check(cuda, f, lambda t: (t * 2 + 1) * 3 + 1, x)
 
 
 def test_capture_on_a_users_stream(cuda, x):
