@@ -16,6 +16,8 @@ import torch
 
 Launch = Callable[[Any], tuple[int]]
 
+RELAXED = 2
+"""CU_STREAM_CAPTURE_MODE_RELAXED."""
 
 # Names up to version 12 of cuda-python, where the plain functions fail for edges of programmatic launches.
 _WITH_EDGE_DATA = {
@@ -23,6 +25,15 @@ _WITH_EDGE_DATA = {
     "cuStreamUpdateCaptureDependencies": "cuStreamUpdateCaptureDependencies_v2",
     "cuGraphGetEdges": "cuGraphGetEdges_v2",
 }
+
+
+def call(cuda: Any, name: str, *args: Any) -> tuple[Any, ...]:
+    """Call a function of `cuda.bindings.driver`; a status other than success is a RuntimeError."""
+    function = getattr(cuda, _WITH_EDGE_DATA.get(name, name), None) or getattr(cuda, name)
+    status, *values = function(*args)
+    if status:
+        raise RuntimeError(f"{name} failed with CUDA error {int(status)} ({status.name})")
+    return tuple(values)
 
 
 class _InThread(threading.local):
@@ -55,6 +66,9 @@ class Driver:
     Never run on a ROCm machine: tests run it on CUDA, as a stand-in.
     """
 
+    handle: Callable[[int], Any] = int
+    """What `launch` takes for a stream."""
+
     def __init__(self) -> None:
         self._bytes: dict[int, torch.Tensor] = {}
 
@@ -63,11 +77,6 @@ class Driver:
         stream = torch.cuda.Stream()
         self._bytes.setdefault(stream.device_index, torch.zeros(1, dtype=torch.uint8, device=stream.device))
         return stream
-
-    @property
-    def handle(self) -> Callable[[int], Any]:
-        """What `launch` takes for a stream."""
-        return int
 
     def is_valid(self, raw: int) -> bool:
         """Whether the stream is capturing, and can go on."""
@@ -100,7 +109,7 @@ class Driver:
         """End an invalid capture and begin a valid one, so that torch can end it in the usual way."""
 
     def error_mode(self, wanted: str) -> str:
-        """The mode to capture in: here the one in which graphs may die meanwhile, as `relax` does nothing."""
+        """The mode to capture in: here the one in which graphs may die, as `exchange_mode` does nothing."""
         return "relaxed"
 
     def launcher(self, graph: torch.cuda.CUDAGraph) -> Launch | None:
@@ -111,12 +120,9 @@ class Driver:
         """Let the stream `after` wait for what `before` has been given so far: both of the current device."""
         self._stream(after).wait_stream(self._stream(before))
 
-    def relax(self) -> int:
-        """Allow this thread, for now, what a capture forbids; returns what `unrelax` takes."""
-        return 0
-
-    def unrelax(self, mode: int) -> None:
-        """The reverse of `relax`."""
+    def exchange_mode(self, mode: int = RELAXED) -> int:
+        """Set how much of what a capture forbids this thread may do; returns what was set before."""
+        return mode
 
     def _stream(self, raw: int) -> torch.cuda.Stream:
         return torch.cuda.ExternalStream(raw) if raw else torch.cuda.default_stream()
@@ -142,29 +148,18 @@ class CudaDriver(Driver):
         super().__init__()
         self._cuda: Any = driver
         self._events: dict[tuple[int, int], Any] = {}
-        self._handles = _Handles(driver.CUstream)
+        self.handle = _Handles(driver.CUstream).__getitem__
         # Asked of 128 streams at each boundary: cuda-python takes twice as long, to make an enum each time.
         library = ctypes.PyDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
         self._is_capturing = library.cuStreamIsCapturing
 
-    @property
-    def handle(self) -> Callable[[int], Any]:
-        """A `CUstream`."""
-        return self._handles.__getitem__
-
     def _call(self, name: str, *args: Any) -> tuple[Any, ...]:
-        """Call the driver; a status other than success is a RuntimeError with its code."""
-        function = getattr(self._cuda, _WITH_EDGE_DATA.get(name, name), None) or getattr(self._cuda, name)
-        status, *values = function(*args)
-        if status:
-            raise RuntimeError(f"{name} failed with CUDA error {int(status)} ({status.name})")
-        return tuple(values)
+        return call(self._cuda, name, *args)
 
     def create_stream(self) -> torch.cuda.Stream:
         """A stream outside of torch's fixed set, in the current context."""
         bind_context()
-        flags = self._cuda.CUstream_flags.CU_STREAM_NON_BLOCKING
-        (stream,) = self._call("cuStreamCreate", flags)
+        (stream,) = self._call("cuStreamCreate", self._cuda.CUstream_flags.CU_STREAM_NON_BLOCKING)
         return torch.cuda.ExternalStream(int(stream))
 
     def _status(self, raw: int) -> int:
@@ -247,22 +242,13 @@ class CudaDriver(Driver):
         self._call("cuEventRecord", event, self.handle(before))
         self._call("cuStreamWaitEvent", self.handle(after), event, 0)
 
-    def relax(self) -> int:
+    def exchange_mode(self, mode: int = RELAXED) -> int:
         """`cuThreadExchangeStreamCaptureMode`."""
-        relaxed = self._cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-        return int(self._call("cuThreadExchangeStreamCaptureMode", relaxed)[0])
-
-    def unrelax(self, mode: int) -> None:
-        """`cuThreadExchangeStreamCaptureMode`."""
-        self._call("cuThreadExchangeStreamCaptureMode", self._cuda.CUstreamCaptureMode(mode))
+        wanted = self._cuda.CUstreamCaptureMode(mode)
+        return int(self._call("cuThreadExchangeStreamCaptureMode", wanted)[0])
 
 
-_driver: Driver | None = None
-
-
+@functools.cache
 def get_driver() -> Driver:
     """The driver of this process."""
-    global _driver
-    if _driver is None:
-        _driver = CudaDriver() if torch.version.cuda else Driver()
-    return _driver
+    return CudaDriver() if torch.version.cuda else Driver()

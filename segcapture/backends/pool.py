@@ -174,9 +174,9 @@ def collections_relaxed(driver: Driver, error_mode: str) -> Iterator[None]:
             return
         mine = modes.setdefault(threading.get_ident(), [])
         if phase == "start":
-            mine.append(driver.relax())
+            mine.append(driver.exchange_mode())
         elif mine:
-            driver.unrelax(mine.pop())
+            driver.exchange_mode(mine.pop())
 
     gc.callbacks.append(hook)
     try:
@@ -184,4 +184,4 @@ def collections_relaxed(driver: Driver, error_mode: str) -> Iterator[None]:
     finally:
         gc.callbacks.remove(hook)
         for mode in reversed(modes.get(owner, [])):
-            driver.unrelax(mode)
+            driver.exchange_mode(mode)
