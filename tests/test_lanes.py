@@ -55,7 +55,8 @@ def world(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "stream", stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: made.current)
-    made.lane = Lane(made.streams[1], Driver(log))
+    monkeypatch.setattr(lanes, "get_driver", lambda: Driver(log))
+    made.lane = Lane(made.streams[1])
     return made
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from segcapture.backends.driver import Driver, get_driver
+from segcapture.backends.driver import get_driver
 from segcapture.backends.forks import ordered
 from segcapture.backends.pool_memory import allocating_from
 
@@ -69,7 +69,7 @@ class Lane:
     memory: their replays must not overlap, whatever streams and threads they are on.
     """
 
-    def __init__(self, stream: torch.cuda.Stream, driver: Driver) -> None:
+    def __init__(self, stream: torch.cuda.Stream) -> None:
         self.stream = stream
         self.raw = stream.cuda_stream
         self.lock = threading.RLock()
@@ -82,7 +82,7 @@ class Lane:
         self.broken = False
         """Whether a failed capture could not be ended on it."""
         self.workspace = Workspace(stream.device)
-        self._driver = driver
+        self._driver = get_driver()
 
     def move_to(self, raw: int) -> None:
         """Let a stream wait for the one used last, if it is another."""
@@ -144,7 +144,7 @@ def lane_of(stream: torch.cuda.Stream) -> Lane:
     key = (stream.device_index, stream.cuda_stream)
     with _lanes_lock:
         if key not in _lanes:
-            _lanes[key] = Lane(stream, get_driver())
+            _lanes[key] = Lane(stream)
         return _lanes[key]
 
 
@@ -158,7 +158,7 @@ def free_lane(device: torch.device) -> Lane:
                 return lane
         with torch.cuda.device(device):
             # No `torch.cuda.Stream()` of the user can be this one.
-            lane = Lane(get_driver().create_stream(), get_driver())
+            lane = Lane(get_driver().create_stream())
         lanes.append(lane)
         _lanes[device.index, lane.raw] = lane
         return lane
