@@ -14,7 +14,7 @@ from segcapture.backends.graphs import ADVICE, BREAK, REGISTERS_GENERATORS, Cuda
 from segcapture.backends.nvtx import nvtx_ranges
 from segcapture.backends.order import across, in_order
 from segcapture.backends.pool import Pool, PoolState, collections_relaxed, open_pool, pool_id_of, undo_begin
-from segcapture.backends.pool_memory import PoolMemory, bytes_of, make_room
+from segcapture.backends.pool_memory import PoolMemory, bytes_of, is_borrowed, make_room
 from segcapture.errors import CaptureFailedError, CaptureStateError
 from segcapture.replay import Program, Watch, base_ambient, under
 from segcapture.segments import Segment
@@ -245,7 +245,7 @@ class CudaBackend(Backend):
 
     def is_alias(self, tensor: torch.Tensor) -> bool:
         """Its storage is one that `alias` made."""
-        return hasattr(tensor.untyped_storage(), "_segcapture_pool")
+        return is_borrowed(tensor.untyped_storage())
 
     def wait_for_host_copies(self) -> None:
         """Wait for the current stream."""

@@ -69,11 +69,12 @@ class Lane:
     memory: their replays must not overlap, whatever streams and threads they are on.
     """
 
-    def __init__(self, stream: torch.cuda.Stream) -> None:
+    def __init__(self, stream: torch.cuda.Stream, *, private: bool = False) -> None:
         self.stream = stream
-        self.raw = stream.cuda_stream
+        self.private = private
+        """Whether the stream is none of the user's."""
         self.lock = threading.RLock()
-        self.last = self.raw
+        self.last = stream.cuda_stream
         """Raw handle of the stream that was used last."""
         self.running: int | None = None
         """Raw handle of the stream of the capture or replay that is under way."""
@@ -136,7 +137,6 @@ class Lane:
 
 _lanes: dict[tuple[int, int], Lane] = {}
 _lanes_lock = threading.Lock()
-_private: dict[int, list[Lane]] = {}
 
 
 def lane_of(stream: torch.cuda.Stream) -> Lane:
@@ -150,17 +150,14 @@ def lane_of(stream: torch.cuda.Stream) -> Lane:
 
 def free_lane(device: torch.device) -> Lane:
     """A private lane that no capture is running on now. Streams are kept for the life of the process."""
-    assert device.index is not None
     with _lanes_lock:
-        lanes = _private.setdefault(device.index, [])
-        for lane in lanes:
-            if lane.free and not lane.broken:
+        for lane in _lanes.values():
+            if lane.private and lane.free and not lane.broken and lane.stream.device == device:
                 return lane
         with torch.cuda.device(device):
             # No `torch.cuda.Stream()` of the user can be this one.
-            lane = Lane(get_driver().create_stream())
-        lanes.append(lane)
-        _lanes[device.index, lane.raw] = lane
+            lane = Lane(get_driver().create_stream(), private=True)
+        _lanes[device.index, lane.stream.cuda_stream] = lane
         return lane
 
 

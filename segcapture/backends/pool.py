@@ -12,7 +12,7 @@ import torch
 from segcapture.backends.driver import get_driver
 from segcapture.backends.graphs import CudaGraph
 from segcapture.backends.lanes import Lane, free_lane, lane_of, one_capture
-from segcapture.backends.pool_memory import PoolId, segments_of
+from segcapture.backends.pool_memory import PoolId, borrowed, segments_of
 from segcapture.errors import CaptureStateError
 
 
@@ -65,15 +65,8 @@ class PoolState:
 
     def storages(self) -> list[torch.UntypedStorage]:
         """The memory that the pool has reserved, one storage for each range; they keep the pool open."""
-        made: list[Any] = [
-            torch._C._construct_storage_from_data_pointer(
-                segment["address"], self.lane.stream.device, segment["total_size"]
-            )
-            for segment in segments_of(self.id)
-        ]
-        for storage in made:
-            storage._segcapture_pool = self
-        return made
+        device, segments = self.lane.stream.device, segments_of(self.id)
+        return [borrowed(s["address"], device, s["total_size"], self) for s in segments]
 
 
 _anchor_streams: dict[int | None, torch.cuda.Stream] = {}
