@@ -1,7 +1,5 @@
 """What a CUDA graph consists of: the kinds of its nodes, and the names of its kernels."""
 
-import ctypes
-import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -49,27 +47,7 @@ def _kernel_name(driver: Any, node: Any) -> str:
     return "?"
 
 
-@functools.lru_cache(maxsize=4096)
 def demangle(name: str) -> str:
-    """A C++ name as it is written, by the C++ runtime that torch has loaded; others as they are."""
-    function = _demangler()
-    if function is None or not name.startswith("_Z"):
-        return name
-    status = ctypes.c_int()
-    text = function(name.encode(), None, None, ctypes.byref(status))
-    if status.value != 0 or not text:
-        return name
-    try:
-        return ctypes.string_at(text).decode(errors="replace")
-    finally:
-        ctypes.CDLL(None).free(ctypes.c_void_p(text))
-
-
-@functools.cache
-def _demangler() -> Any:
-    try:
-        function = ctypes.CDLL("libstdc++.so.6").__cxa_demangle
-    except (OSError, AttributeError):
-        return None
-    function.restype = ctypes.c_void_p
-    return function
+    """A C++ name as it is written, by the C++ runtime of torch; others as they are."""
+    from_torch: Any = torch._C
+    return str(from_torch._demangle(name)) if name.startswith("_Z") else name
