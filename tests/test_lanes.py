@@ -56,7 +56,7 @@ def world(monkeypatch):
     monkeypatch.setattr(torch.cuda, "stream", stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: made.current)
     monkeypatch.setattr(lanes, "get_driver", lambda: Driver(log))
-    made.lane = Lane(made.streams[1], private=True)
+    made.lane = Lane(made.streams[1], on_offer=True)
     return made
 
 
@@ -127,7 +127,7 @@ def test_a_broken_lane_is_not_chosen(world, monkeypatch):
     monkeypatch.setattr(lanes, "_lanes", {(0, 1): world.lane})
     device = torch.device("cuda", 0)
     assert lanes.free_lane(device) is world.lane
-    world.lane.broken = True
+    world.lane.on_offer = False
     new = types.SimpleNamespace(create_stream=lambda: world.streams[3])
     monkeypatch.setattr(lanes, "get_driver", lambda: new)
     assert lanes.free_lane(device).stream is world.streams[3]

@@ -43,6 +43,9 @@ class _Running:
 class CudaBackend(Backend):
     """One capture on one CUDA device."""
 
+    _now: _Running
+    """While it records."""
+
     def __init__(
         self,
         device: torch.device,
@@ -67,27 +70,11 @@ class CudaBackend(Backend):
         self._driver = get_driver()
         self._error_mode = self._driver.error_mode(capture_error_mode)
         self._graph: CudaGraph | None = None
-        self._running: _Running | None = None
 
     @property
     def pool(self) -> Any:
         """The pool, which stays open as long as the returned object lives."""
         return Pool(self._state) if self._state is not None else self._given_pool
-
-    @property
-    def forks(self) -> tuple[torch.cuda.Stream, ...]:
-        """Side streams whose order with the main one crosses the break."""
-        return self._now.forks.crossing()
-
-    @property
-    def side_stream(self) -> torch.cuda.Stream | None:
-        """The user's current stream, if it is not the capture's."""
-        return self._now.forks.current
-
-    @property
-    def _now(self) -> _Running:
-        assert self._running is not None
-        return self._running
 
     def _opened(self) -> PoolState:
         if self._state is None:
@@ -123,11 +110,11 @@ class CudaBackend(Backend):
             with opened.lane.capturing(stream), opened.used(), collections_relaxed(self._error_mode):
                 make_room(self.device)
                 memory = PoolMemory(opened.id, self.device, keeper=opened)
-                self._running = _Running(opened, stream, memory, Forks(stream))
+                self._now = _Running(opened, stream, memory, Forks(stream))
                 try:
                     yield
                 finally:
-                    self._running = None
+                    del self._now
 
     def begin(self) -> None:
         """Begin the capture of a CUDA graph, and fork the side streams into it again."""
@@ -154,7 +141,9 @@ class CudaBackend(Backend):
                 "A CUDA call in this segment was not allowed and made the capture invalid, and its exception "
                 f"was caught in the `with` block. {BREAK}"
             )
-        operations = self._now.forks.join()
+        forks = self._now.forks
+        operations = forks.join()
+        self.forks, self.side_stream = forks.crossing(), forks.current
         with self._now.on_stream():
             if operations <= 0:
                 self._driver.add_empty_node(raw)
@@ -199,14 +188,14 @@ class CudaBackend(Backend):
                 with self._now.on_stream() as raw:
                     if not self._driver.is_valid(raw):
                         self._driver.restart(raw)
-                    if self._driver.join(raw, self.forks) <= 0:
+                    if self._driver.join(raw, self._now.forks.crossing()) <= 0:
                         self._driver.add_empty_node(raw)
                     broken.call("capture_end")
                 return trouble
             except BaseException as error:
                 trouble.append(f"{type(error).__name__}: {error}")
         pool = self._now.pool
-        pool.lane.broken = True
+        pool.lane.on_offer = False
         with suppress(Exception), self._now.on_stream():
             broken.call("capture_end")  # an invalid capture ends with an error, and torch is left in it
         with suppress(Exception):

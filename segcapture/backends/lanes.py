@@ -69,10 +69,10 @@ class Lane:
     memory: their replays must not overlap, whatever streams and threads they are on.
     """
 
-    def __init__(self, stream: torch.cuda.Stream, *, private: bool = False) -> None:
+    def __init__(self, stream: torch.cuda.Stream, *, on_offer: bool = False) -> None:
         self.stream = stream
-        self.private = private
-        """Whether the stream is none of the user's."""
+        self.on_offer = on_offer
+        """Whether pools may choose it: not a user's, and not one whose failed capture could not be ended."""
         self.lock = threading.RLock()
         self.last = stream.cuda_stream
         """Raw handle of the stream that was used last."""
@@ -80,15 +80,12 @@ class Lane:
         """Raw handle of the stream of the capture or replay that is under way."""
         self.free = True
         """Whether no capture is running on it."""
-        self.broken = False
-        """Whether a failed capture could not be ended on it."""
         self.workspace = Workspace(stream.device)
-        self._driver = get_driver()
 
     def move_to(self, raw: int) -> None:
         """Let a stream wait for the one used last, if it is another."""
         if raw != self.last:
-            self._driver.order(after=raw, before=self.last)
+            get_driver().order(after=raw, before=self.last)
             self.last = raw
 
     def move_back(self) -> None:
@@ -152,11 +149,11 @@ def free_lane(device: torch.device) -> Lane:
     """A private lane that no capture is running on now. Streams are kept for the life of the process."""
     with _lanes_lock:
         for lane in _lanes.values():
-            if lane.private and lane.free and not lane.broken and lane.stream.device == device:
+            if lane.on_offer and lane.free and lane.stream.device == device:
                 return lane
         with torch.cuda.device(device):
             # No `torch.cuda.Stream()` of the user can be this one.
-            lane = Lane(get_driver().create_stream(), private=True)
+            lane = Lane(get_driver().create_stream(), on_offer=True)
         _lanes[device.index, lane.stream.cuda_stream] = lane
         return lane
 

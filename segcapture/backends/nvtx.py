@@ -1,12 +1,12 @@
 """NVTX ranges around segments, for Nsight."""
 
 import os
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
+from segcapture.replay import ProfilerRanges
 from segcapture.segments import Segment
 
 
@@ -21,13 +21,9 @@ def nvtx_ranges() -> "NvtxRanges | None":
     return NvtxRanges() if wanted else None
 
 
-class NvtxRanges:
+class NvtxRanges(ProfilerRanges):
     """Each segment is a range with its name."""
 
     def segment(self, segment: Segment) -> AbstractContextManager[Any]:
         """A range on this thread."""
         return torch.cuda.nvtx.range("{}", str(segment))
-
-    def function(self, call: Callable[[], Any]) -> Callable[[], Any]:
-        """The function as it is."""
-        return call

@@ -120,13 +120,13 @@ _pools_lock = threading.RLock()
 
 def pool_id_of(pool: Any, device: torch.device) -> PoolId:
     """The id behind anything that `pool=` takes."""
+    place = device
     if isinstance(pool, torch.cuda.MemPool):
-        place = torch.device(getattr(pool, "device", device))
-        if place.index not in (None, device.index):
-            raise ValueError(f"pool is of {place}, and the capture of {device}")
-        pool = pool.id
-    if isinstance(pool, Pool) and pool.state.lane.stream.device_index != device.index:
-        raise ValueError(f"pool is of another device than {device}")
+        place, pool = torch.device(getattr(pool, "device", device)), pool.id
+    elif isinstance(pool, Pool):
+        place = pool.state.lane.stream.device
+    if place.index not in (None, device.index):
+        raise ValueError(f"pool is of {place}, and the capture of {device}")
     valid = isinstance(pool, tuple) and len(pool) == 2 and all(isinstance(part, int) for part in pool)
     if not valid:
         raise ValueError(

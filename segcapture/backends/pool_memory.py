@@ -86,13 +86,8 @@ class PoolMemory:
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """A non-owning alias of a plain tensor that was allocated from the pool in this capture."""
-        if (
-            not shows_memory_alone(tensor)
-            or unbridgeable(tensor)
-            or tensor.device != self._device
-            or tensor.is_conj()
-            or tensor.is_neg()
-        ):
+        plain = shows_memory_alone(tensor) and not unbridgeable(tensor)
+        if not plain or tensor.device != self._device or tensor.is_conj() or tensor.is_neg():
             return None
         storage = tensor.untyped_storage()
         pointer = storage.data_ptr()
