@@ -10,7 +10,7 @@ import functools
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -68,9 +68,8 @@ class Driver:
 
     handle: Callable[[int], Any] = int
     """What `launch` takes for a stream."""
-
-    def __init__(self) -> None:
-        self._bytes: dict[int, torch.Tensor] = {}
+    _bytes: ClassVar[dict[int, torch.Tensor]] = {}
+    """Of each device one, that an empty node may write to."""
 
     def create_stream(self) -> torch.cuda.Stream:
         """A non-blocking stream that nobody else can get: here as long as less than 32 are used."""
@@ -128,15 +127,15 @@ class Driver:
         return torch.cuda.ExternalStream(raw) if raw else torch.cuda.default_stream()
 
 
-class _Handles(dict[int, Any]):
-    """The driver's object for each raw stream."""
+class _MadeOnce(dict[Any, Any]):
+    """What `make` makes of each key, when it is first asked for."""
 
-    def __init__(self, make: Callable[[int], Any]) -> None:
+    def __init__(self, make: Callable[[Any], Any]) -> None:
         super().__init__()
         self._make = make
 
-    def __missing__(self, raw: int) -> Any:
-        return self.setdefault(raw, self._make(raw))
+    def __missing__(self, key: Any) -> Any:
+        return self.setdefault(key, self._make(key))
 
 
 class CudaDriver(Driver):
@@ -145,10 +144,10 @@ class CudaDriver(Driver):
     def __init__(self) -> None:
         from cuda.bindings import driver
 
-        super().__init__()
         self._cuda: Any = driver
-        self._events: dict[tuple[int, int], Any] = {}
-        self.handle = _Handles(driver.CUstream).__getitem__
+        self.handle = _MadeOnce(driver.CUstream).__getitem__
+        no_timing = driver.CUevent_flags.CU_EVENT_DISABLE_TIMING
+        self._events = _MadeOnce(lambda key: self._call("cuEventCreate", no_timing)[0])
         # Asked of 128 streams at each boundary: cuda-python takes twice as long, to make an enum each time.
         library = ctypes.PyDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
         self._is_capturing = library.cuStreamIsCapturing
@@ -234,11 +233,7 @@ class CudaDriver(Driver):
     def order(self, after: int, before: int) -> None:
         """With one event for each stream that is waited for, made once."""
         bind_context()
-        key = (torch.cuda.current_device(), before)  # the default stream of each device is 0
-        if key not in self._events:
-            flags = self._cuda.CUevent_flags.CU_EVENT_DISABLE_TIMING
-            (self._events[key],) = self._call("cuEventCreate", flags)
-        event = self._events[key]
+        event = self._events[torch.cuda.current_device(), before]  # the default stream of each device is 0
         self._call("cuEventRecord", event, self.handle(before))
         self._call("cuStreamWaitEvent", self.handle(after), event, 0)
 

@@ -45,7 +45,9 @@ class Workspace:
     def prepare(self) -> None:
         """Make those that the current stream still lacks, for the calling thread's cuBLAS handle."""
         self.prepare_handle()
-        if _BEFORE_2_12 and _may_multiply():
+        configured = os.environ.get("CUBLAS_WORKSPACE_CONFIG") in (":4096:8", ":16:8")
+        # Else torch refuses cuBLAS, where it is told to be deterministic.
+        if _BEFORE_2_12 and (configured or not torch.are_deterministic_algorithms_enabled()):
             with allocating_from(self.pool, self._device):
                 # cuBLASLt may have one of its own there, and nothing but its use makes it.
                 torch.addmm(self._one[0], self._one, self._one, out=self._out)
@@ -54,12 +56,6 @@ class Workspace:
         """The part that calls no operator."""
         with allocating_from(self.pool, self._device):
             torch.cuda.current_blas_handle()
-
-
-def _may_multiply() -> bool:
-    """Not where torch refuses cuBLAS for not being deterministic."""
-    configured = os.environ.get("CUBLAS_WORKSPACE_CONFIG") in (":4096:8", ":16:8")
-    return configured or not torch.are_deterministic_algorithms_enabled()
 
 
 class Lane:
