@@ -16,7 +16,7 @@ from segcapture.state import state
 FAIL_ON_SKIP = os.environ.get("SEGCAPTURE_FAIL_ON_SKIP") == "1"
 
 if os.environ.get("SEGCAPTURE_TEST_DRIVER") == "torch":  # as on ROCm
-    driver._driver = driver.Driver()
+    driver.CudaDriver = driver.Driver
 
 
 @attrs.frozen

@@ -55,7 +55,8 @@ def world(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "stream", stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: made.current)
-    made.lane = Lane(made.streams[1], Driver(log))
+    monkeypatch.setattr(lanes, "get_driver", lambda: Driver(log))
+    made.lane = Lane(made.streams[1], on_offer=True)
     return made
 
 
@@ -123,11 +124,10 @@ def test_eager_code_beside_is_ordered_both_ways(world):
 
 def test_a_broken_lane_is_not_chosen(world, monkeypatch):
     """A stream that cannot end its capture would refuse the next one."""
-    monkeypatch.setattr(lanes, "_private", {0: [world.lane]})
+    monkeypatch.setattr(lanes, "_lanes", {(0, 1): world.lane})
     device = torch.device("cuda", 0)
     assert lanes.free_lane(device) is world.lane
-    world.lane.broken = True
+    world.lane.on_offer = False
     new = types.SimpleNamespace(create_stream=lambda: world.streams[3])
     monkeypatch.setattr(lanes, "get_driver", lambda: new)
-    monkeypatch.setattr(lanes, "_lanes", {})
-    assert lanes.free_lane(device) is not world.lane
+    assert lanes.free_lane(device).stream is world.streams[3]

@@ -356,6 +356,34 @@ def test_pools_of_every_kind_are_shared(cuda):
 
 
 @pytest.mark.cuda
+def test_a_mempool_lives_as_long_as_the_last_capture_in_it(cuda):
+    """Also one that shares it through the first, when that and the user's own reference are gone."""
+    x, by = make(cuda, 1 << 16)
+    mempool = torch.cuda.MemPool()
+    alive = weakref.ref(mempool)
+    with torch.no_grad():
+        with cuda.capture(pool=mempool) as first:
+            model(x, by)
+        with cuda.capture(pool=first.pool) as second:
+            out = model(x, by)
+    del first, mempool
+    gc.collect()
+    torch.cuda.empty_cache()
+    assert alive() is not None
+    junk = [torch.full((1 << 16,), -1.0, device="cuda") for _ in range(8)]
+    x.add_(1)
+    second.replay()
+    assert torch.equal(out, model(x, by))
+    with torch.no_grad(), cuda.capture() as other:
+        del second, out, junk  # inside of another capture, too
+        y = x * 2
+    gc.collect()
+    assert alive() is None
+    other.replay()
+    assert torch.equal(y, x * 2)
+
+
+@pytest.mark.cuda
 def test_a_handle_that_torch_has_closed(cuda):
     """The last graph of a handle has died: torch cannot open it again, and the message says what can."""
     from segcapture import CaptureStateError

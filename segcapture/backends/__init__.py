@@ -1,5 +1,6 @@
 """Where segments come from: CUDA graphs, or tapes where there is no GPU (and in debug mode)."""
 
+import functools
 from typing import Any
 
 import torch
@@ -7,20 +8,16 @@ import torch
 from segcapture.backends.base import Backend
 from segcapture.source import warn
 
-_warned = False
-
 
 def make_backend(
     device: torch.device | str | int | None,
     *,
     debug: bool,
-    pool: Any,
-    stream: Any,
-    execute: bool,
     capture_error_mode: str,
     generators: tuple[torch.Generator, ...],
+    **options: Any,
 ) -> Backend:
-    """The backend for a device, or for the best one there is."""
+    """The backend for a device, or for the best one there is. `options`: `pool`, `stream`, `execute`."""
     chosen = _device(device)
     if capture_error_mode not in ("thread_local", "global", "relaxed"):
         raise ValueError(
@@ -33,17 +30,10 @@ def make_backend(
     if debug or chosen.type != "cuda":
         from segcapture.backends.emulated import EmulatedBackend
 
-        return EmulatedBackend(chosen, pool=pool, stream=stream, execute=execute)
+        return EmulatedBackend(chosen, **options)
     from segcapture.backends.cuda import CudaBackend
 
-    return CudaBackend(
-        chosen,
-        pool=pool,
-        stream=stream,
-        execute=execute,
-        capture_error_mode=capture_error_mode,
-        generators=generators,
-    )
+    return CudaBackend(chosen, capture_error_mode=capture_error_mode, generators=generators, **options)
 
 
 def _device(device: torch.device | str | int | None) -> torch.device:
@@ -63,12 +53,9 @@ def _device(device: torch.device | str | int | None) -> torch.device:
     return chosen
 
 
+@functools.cache
 def _warn_once() -> None:
-    global _warned
-    if not _warned:
-        _warned = True
-        warn(
-            "segcapture found no GPU: segments are emulated on the CPU, operator by operator. That is for "
-            "tests and debugging; pass device='cpu' to say that it is meant.",
-            UserWarning,
-        )
+    warn(
+        "segcapture found no GPU: segments are emulated on the CPU, operator by operator. That is for tests "
+        "and debugging; pass device='cpu' to say that it is meant."
+    )

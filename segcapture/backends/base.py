@@ -19,20 +19,14 @@ class Backend(ABC):
     """
 
     device: torch.device
+    forks: tuple[Any, ...] = ()
+    """Side streams whose order with the main one crosses a break that comes now, after `end`."""
+    side_stream: Any = None
+    """The side stream that is current in the user's code, if it is not the capture's."""
 
     @property
     def pool(self) -> Any:
         """What `pool=` of another capture takes; None where there is none."""
-        return None
-
-    @property
-    def forks(self) -> tuple[Any, ...]:
-        """Side streams whose order with the main one crosses a break that comes now."""
-        return ()
-
-    @property
-    def side_stream(self) -> Any:
-        """The side stream that is current in the user's code, if it is not the capture's."""
         return None
 
     def turn(self) -> AbstractContextManager[None]:

@@ -1,28 +1,20 @@
 """The CUDA backend: graph segments are CUDA graphs of one pool, launched by the driver."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import attrs
 import torch
 
 from segcapture.backends.base import Backend
-from segcapture.backends.driver import Driver, get_driver
+from segcapture.backends.driver import get_driver
 from segcapture.backends.forks import Forks, ordered, wait_for_all
 from segcapture.backends.graphs import ADVICE, BREAK, REGISTERS_GENERATORS, CudaGraph
-from segcapture.backends.lanes import Lane, one_capture
 from segcapture.backends.nvtx import nvtx_ranges
 from segcapture.backends.order import across, in_order
-from segcapture.backends.pool import (
-    Pool,
-    PoolState,
-    collections_relaxed,
-    open_pool,
-    pool_id_of,
-    undo_begin,
-)
-from segcapture.backends.pool_memory import PoolMemory, bytes_of, make_room
+from segcapture.backends.pool import Pool, PoolState, collections_relaxed, open_pool, pool_id_of, undo_begin
+from segcapture.backends.pool_memory import PoolMemory, bytes_of, is_borrowed, make_room
 from segcapture.errors import CaptureFailedError, CaptureStateError
 from segcapture.replay import Program, Watch, base_ambient, under
 from segcapture.segments import Segment
@@ -41,13 +33,18 @@ class _Running:
     def on_stream(self) -> Iterator[int]:
         """For the block, the capture stream is current; its raw handle."""
         raw = self.stream.cuda_stream
-        here = torch._C._cuda_getDevice() == self.stream.device_index and _current(self.stream.device) == raw
+        index = self.stream.device_index
+        # `torch.cuda.current_stream()` costs 20 times as much.
+        here = torch._C._cuda_getDevice() == index and torch._C._cuda_getCurrentRawStream(index) == raw
         with nullcontext() if here else torch.cuda.stream(self.stream):
             yield raw
 
 
 class CudaBackend(Backend):
     """One capture on one CUDA device."""
+
+    _now: _Running
+    """While it records."""
 
     def __init__(
         self,
@@ -64,47 +61,30 @@ class CudaBackend(Backend):
         if stream is not None and stream == torch.cuda.default_stream(device):
             raise ValueError("stream is the default stream, which CUDA cannot capture: leave it out")
         self.device = device
-        self._pool_id = None if pool is None else pool_id_of(pool, device)
+        if pool is not None:
+            pool_id_of(pool, device)  # raises for what is none
         self._given_pool = pool
         self._state: PoolState | None = getattr(pool, "state", None)
         self._given_stream: torch.cuda.Stream | None = stream
         self._execute = execute
         self._generators = generators
-        self._driver: Driver = get_driver()
+        self._driver = get_driver()
         self._error_mode = self._driver.error_mode(capture_error_mode)
         self._graph: CudaGraph | None = None
-        self._running: _Running | None = None
 
     @property
     def pool(self) -> Any:
         """The pool, which stays open as long as the returned object lives."""
         return Pool(self._state) if self._state is not None else self._given_pool
 
-    @property
-    def forks(self) -> tuple[torch.cuda.Stream, ...]:
-        """Side streams whose order with the main one crosses the break."""
-        return self._now.forks.crossing()
-
-    @property
-    def side_stream(self) -> torch.cuda.Stream | None:
-        """The user's current stream, if it is not the capture's."""
-        return self._now.forks.current
-
-    @property
-    def _now(self) -> _Running:
-        assert self._running is not None
-        return self._running
-
     def _opened(self) -> PoolState:
         if self._state is None:
-            with one_capture(self.device):
-                self._state = open_pool(self._pool_id, self.device, self._given_stream, self._driver)
+            self._state = open_pool(self._given_pool, self.device, self._given_stream)
         return self._state
 
     def turn(self) -> AbstractContextManager[None]:
         """The current stream comes after all that was captured or replayed on the same lane."""
-        lane: Lane = self._opened().lane
-        return lane.turn(_current(self.device))
+        return self._opened().lane.turn(torch._C._cuda_getCurrentRawStream(self.device.index))
 
     def warm_up(self) -> AbstractContextManager[None]:
         """On the capture stream, so that libraries set up there what the capture will use."""
@@ -120,8 +100,7 @@ class CudaBackend(Backend):
     @contextmanager
     def open(self) -> Iterator[None]:
         """Take a lane, order its stream after the current one, and the current one after it."""
-        with ExitStack() as stack:
-            stack.enter_context(torch.cuda.device(self.device))
+        with torch.cuda.device(self.device):
             if torch.cuda.is_current_stream_capturing():
                 raise CaptureStateError(
                     "The current stream is being captured already, by torch.cuda.graph or another library. "
@@ -129,16 +108,14 @@ class CudaBackend(Backend):
                 )
             opened = self._opened()
             stream = self._given_stream or opened.lane.stream
-            stack.enter_context(opened.lane.capturing(stream))
-            stack.enter_context(opened.used())
-            make_room(self.device)
-            stack.enter_context(collections_relaxed(self._driver, self._error_mode))
-            memory = PoolMemory(opened.id, self.device, keeper=opened)
-            self._running = _Running(opened, stream, memory, Forks(stream, self.device, self._driver))
-            try:
-                yield
-            finally:
-                self._running = None
+            with opened.lane.capturing(stream), opened.used(), collections_relaxed(self._error_mode):
+                make_room(self.device)
+                memory = PoolMemory(opened.id, self.device, keeper=opened)
+                self._now = _Running(opened, stream, memory, Forks(stream))
+                try:
+                    yield
+                finally:
+                    del self._now
 
     def begin(self) -> None:
         """Begin the capture of a CUDA graph, and fork the side streams into it again."""
@@ -151,7 +128,7 @@ class CudaBackend(Backend):
                 if self._driver.is_valid(raw):  # it has begun: an interrupt came as the call returned
                     self._graph = opened
                 else:
-                    undo_begin(self.device, pool.id, self._driver)
+                    undo_begin(self.device, pool.id)
                 raise
             self._graph = opened
             self._now.forks.fork()
@@ -165,7 +142,9 @@ class CudaBackend(Backend):
                 "A CUDA call in this segment was not allowed and made the capture invalid, and its exception "
                 f"was caught in the `with` block. {BREAK}"
             )
-        operations = self._now.forks.join()
+        forks = self._now.forks
+        operations = forks.join()
+        self.forks, self.side_stream = forks.crossing(), forks.current
         with self._now.on_stream():
             if operations <= 0:
                 self._driver.add_empty_node(raw)
@@ -186,9 +165,7 @@ class CudaBackend(Backend):
 
         Where others than those that are known may be drawn from, it counts as drawing.
         """
-        index = self.device.index
-        assert index is not None
-        generators = (torch.cuda.default_generators[index], *self._generators)
+        generators = (torch.cuda.default_generators[self.device.index], *self._generators)
         before = [generator.get_offset() for generator in generators]
         captured.call("replay")
         return REGISTERS_GENERATORS or before != [generator.get_offset() for generator in generators]
@@ -212,18 +189,18 @@ class CudaBackend(Backend):
                 with self._now.on_stream() as raw:
                     if not self._driver.is_valid(raw):
                         self._driver.restart(raw)
-                    if self._driver.join(raw, self.forks) <= 0:
+                    if self._driver.join(raw, self._now.forks.crossing()) <= 0:
                         self._driver.add_empty_node(raw)
                     broken.call("capture_end")
                 return trouble
             except BaseException as error:
                 trouble.append(f"{type(error).__name__}: {error}")
         pool = self._now.pool
-        pool.lane.broken = True
+        pool.lane.on_offer = False
         with suppress(Exception), self._now.on_stream():
             broken.call("capture_end")  # an invalid capture ends with an error, and torch is left in it
         with suppress(Exception):
-            undo_begin(self.device, pool.id, self._driver)
+            undo_begin(self.device, pool.id)
         return trouble
 
     def advice(self, error: BaseException) -> str:
@@ -258,7 +235,7 @@ class CudaBackend(Backend):
 
     def is_alias(self, tensor: torch.Tensor) -> bool:
         """Its storage is one that `alias` made."""
-        return hasattr(tensor.untyped_storage(), "_segcapture_pool")
+        return is_borrowed(tensor.untyped_storage())
 
     def wait_for_host_copies(self) -> None:
         """Wait for the current stream."""
@@ -272,12 +249,6 @@ class CudaBackend(Backend):
         base = base_ambient(segments)
         on_device = None if base is None else attrs.evolve(base, device=self.device.index)
         program = Program(segments, on_device, watch or nvtx_ranges(), across)
-        replay = in_order(self._state, program, self._driver, calls=base is not None)
+        replay = in_order(self._state, program, calls=base is not None)
         # The device is seen to already.
         return under(None if base is None else attrs.evolve(base, device=None), replay)
-
-
-def _current(device: torch.device) -> int:
-    """Raw handle of the current stream: `torch.cuda.current_stream()` costs 20 times as much."""
-    raw: int = torch._C._cuda_getCurrentRawStream(device.index)
-    return raw

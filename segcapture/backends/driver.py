@@ -10,12 +10,14 @@ import functools
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 Launch = Callable[[Any], tuple[int]]
 
+RELAXED = 2
+"""CU_STREAM_CAPTURE_MODE_RELAXED."""
 
 # Names up to version 12 of cuda-python, where the plain functions fail for edges of programmatic launches.
 _WITH_EDGE_DATA = {
@@ -23,6 +25,15 @@ _WITH_EDGE_DATA = {
     "cuStreamUpdateCaptureDependencies": "cuStreamUpdateCaptureDependencies_v2",
     "cuGraphGetEdges": "cuGraphGetEdges_v2",
 }
+
+
+def call(cuda: Any, name: str, *args: Any) -> tuple[Any, ...]:
+    """Call a function of `cuda.bindings.driver`; a status other than success is a RuntimeError."""
+    function = getattr(cuda, _WITH_EDGE_DATA.get(name, name), None) or getattr(cuda, name)
+    status, *values = function(*args)
+    if status:
+        raise RuntimeError(f"{name} failed with CUDA error {int(status)} ({status.name})")
+    return tuple(values)
 
 
 class _InThread(threading.local):
@@ -55,19 +66,16 @@ class Driver:
     Never run on a ROCm machine: tests run it on CUDA, as a stand-in.
     """
 
-    def __init__(self) -> None:
-        self._bytes: dict[int, torch.Tensor] = {}
+    handle: Callable[[int], Any] = int
+    """What `launch` takes for a stream."""
+    _bytes: ClassVar[dict[int, torch.Tensor]] = {}
+    """Of each device one, that an empty node may write to."""
 
     def create_stream(self) -> torch.cuda.Stream:
         """A non-blocking stream that nobody else can get: here as long as less than 32 are used."""
         stream = torch.cuda.Stream()
         self._bytes.setdefault(stream.device_index, torch.zeros(1, dtype=torch.uint8, device=stream.device))
         return stream
-
-    @property
-    def handle(self) -> Callable[[int], Any]:
-        """What `launch` takes for a stream."""
-        return int
 
     def is_valid(self, raw: int) -> bool:
         """Whether the stream is capturing, and can go on."""
@@ -100,7 +108,7 @@ class Driver:
         """End an invalid capture and begin a valid one, so that torch can end it in the usual way."""
 
     def error_mode(self, wanted: str) -> str:
-        """The mode to capture in: here the one in which graphs may die meanwhile, as `relax` does nothing."""
+        """The mode to capture in: here the one in which graphs may die, as `exchange_mode` does nothing."""
         return "relaxed"
 
     def launcher(self, graph: torch.cuda.CUDAGraph) -> Launch | None:
@@ -111,26 +119,23 @@ class Driver:
         """Let the stream `after` wait for what `before` has been given so far: both of the current device."""
         self._stream(after).wait_stream(self._stream(before))
 
-    def relax(self) -> int:
-        """Allow this thread, for now, what a capture forbids; returns what `unrelax` takes."""
-        return 0
-
-    def unrelax(self, mode: int) -> None:
-        """The reverse of `relax`."""
+    def exchange_mode(self, mode: int = RELAXED) -> int:
+        """Set how much of what a capture forbids this thread may do; returns what was set before."""
+        return mode
 
     def _stream(self, raw: int) -> torch.cuda.Stream:
         return torch.cuda.ExternalStream(raw) if raw else torch.cuda.default_stream()
 
 
-class _Handles(dict[int, Any]):
-    """The driver's object for each raw stream."""
+class _MadeOnce(dict[Any, Any]):
+    """What `make` makes of each key, when it is first asked for."""
 
-    def __init__(self, make: Callable[[int], Any]) -> None:
+    def __init__(self, make: Callable[[Any], Any]) -> None:
         super().__init__()
         self._make = make
 
-    def __missing__(self, raw: int) -> Any:
-        return self.setdefault(raw, self._make(raw))
+    def __missing__(self, key: Any) -> Any:
+        return self.setdefault(key, self._make(key))
 
 
 class CudaDriver(Driver):
@@ -139,32 +144,21 @@ class CudaDriver(Driver):
     def __init__(self) -> None:
         from cuda.bindings import driver
 
-        super().__init__()
         self._cuda: Any = driver
-        self._events: dict[tuple[int, int], Any] = {}
-        self._handles = _Handles(driver.CUstream)
+        self.handle = _MadeOnce(driver.CUstream).__getitem__
+        no_timing = driver.CUevent_flags.CU_EVENT_DISABLE_TIMING
+        self._events = _MadeOnce(lambda key: self._call("cuEventCreate", no_timing)[0])
         # Asked of 128 streams at each boundary: cuda-python takes twice as long, to make an enum each time.
         library = ctypes.PyDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
         self._is_capturing = library.cuStreamIsCapturing
 
-    @property
-    def handle(self) -> Callable[[int], Any]:
-        """A `CUstream`."""
-        return self._handles.__getitem__
-
     def _call(self, name: str, *args: Any) -> tuple[Any, ...]:
-        """Call the driver; a status other than success is a RuntimeError with its code."""
-        function = getattr(self._cuda, _WITH_EDGE_DATA.get(name, name), None) or getattr(self._cuda, name)
-        status, *values = function(*args)
-        if status:
-            raise RuntimeError(f"{name} failed with CUDA error {int(status)} ({status.name})")
-        return tuple(values)
+        return call(self._cuda, name, *args)
 
     def create_stream(self) -> torch.cuda.Stream:
         """A stream outside of torch's fixed set, in the current context."""
         bind_context()
-        flags = self._cuda.CUstream_flags.CU_STREAM_NON_BLOCKING
-        (stream,) = self._call("cuStreamCreate", flags)
+        (stream,) = self._call("cuStreamCreate", self._cuda.CUstream_flags.CU_STREAM_NON_BLOCKING)
         return torch.cuda.ExternalStream(int(stream))
 
     def _status(self, raw: int) -> int:
@@ -239,30 +233,17 @@ class CudaDriver(Driver):
     def order(self, after: int, before: int) -> None:
         """With one event for each stream that is waited for, made once."""
         bind_context()
-        key = (torch.cuda.current_device(), before)  # the default stream of each device is 0
-        if key not in self._events:
-            flags = self._cuda.CUevent_flags.CU_EVENT_DISABLE_TIMING
-            (self._events[key],) = self._call("cuEventCreate", flags)
-        event = self._events[key]
+        event = self._events[torch.cuda.current_device(), before]  # the default stream of each device is 0
         self._call("cuEventRecord", event, self.handle(before))
         self._call("cuStreamWaitEvent", self.handle(after), event, 0)
 
-    def relax(self) -> int:
+    def exchange_mode(self, mode: int = RELAXED) -> int:
         """`cuThreadExchangeStreamCaptureMode`."""
-        relaxed = self._cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-        return int(self._call("cuThreadExchangeStreamCaptureMode", relaxed)[0])
-
-    def unrelax(self, mode: int) -> None:
-        """`cuThreadExchangeStreamCaptureMode`."""
-        self._call("cuThreadExchangeStreamCaptureMode", self._cuda.CUstreamCaptureMode(mode))
+        wanted = self._cuda.CUstreamCaptureMode(mode)
+        return int(self._call("cuThreadExchangeStreamCaptureMode", wanted)[0])
 
 
-_driver: Driver | None = None
-
-
+@functools.cache
 def get_driver() -> Driver:
     """The driver of this process."""
-    global _driver
-    if _driver is None:
-        _driver = CudaDriver() if torch.version.cuda else Driver()
-    return _driver
+    return CudaDriver() if torch.version.cuda else Driver()

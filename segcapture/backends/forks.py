@@ -6,37 +6,45 @@ from contextlib import contextmanager
 
 import torch
 
-from segcapture.backends.driver import Driver
+from segcapture.backends.driver import get_driver
 
 _PRIORITIES = (0, -1, -2, -3)
-_STREAMS_PER_PRIORITY = 32
+_PER_PRIORITY = 32
 
-_torch_streams: dict[int, dict[int, torch.cuda.Stream]] = {}
+_torch_streams: dict[torch.device, dict[int, torch.cuda.Stream]] = {}
 _lock = threading.Lock()
 
 
 def torch_streams(device: torch.device) -> dict[int, torch.cuda.Stream]:
     """Every stream that torch hands out on a device, by raw handle: it takes them from a fixed set."""
-    assert device.index is not None
     with _lock:
-        if device.index not in _torch_streams:
-            made = [
-                torch.cuda.Stream(device, priority=priority)
-                for priority in _PRIORITIES
-                for _ in range(_STREAMS_PER_PRIORITY)
-            ]
-            _torch_streams[device.index] = {s.cuda_stream: s for s in made}
-        return _torch_streams[device.index]
+        if device not in _torch_streams:
+            found: dict[int, torch.cuda.Stream] = {}
+            for priority in _PRIORITIES:
+                found.update(_streams_of(device, priority))
+            _torch_streams[device] = found
+        return _torch_streams[device]
+
+
+def _streams_of(device: torch.device, priority: int) -> dict[int, torch.cuda.Stream]:
+    """torch hands them out in turn: more rounds than one, since another thread may take some meanwhile."""
+    found: dict[int, torch.cuda.Stream] = {}
+    for _ in range(8 * _PER_PRIORITY):
+        stream = torch.cuda.Stream(device, priority=priority)
+        found[stream.cuda_stream] = stream
+        if len(found) == _PER_PRIORITY:
+            break
+    return found
 
 
 class Forks:
     """The side streams that are forked into one capture."""
 
-    def __init__(self, main: torch.cuda.Stream, device: torch.device, driver: Driver) -> None:
+    def __init__(self, main: torch.cuda.Stream) -> None:
         self._main = main
-        self._driver = driver
-        self._known = torch_streams(device)
-        self._ask = driver.question(list(self._known))
+        self._driver = get_driver()
+        self._known = torch_streams(main.device)
+        self._ask = self._driver.question(list(self._known))
         self.streams: tuple[torch.cuda.Stream, ...] = ()
         self.current: torch.cuda.Stream | None = None
         """The stream that is current in the user's code, if it is not the capture's own."""

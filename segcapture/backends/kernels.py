@@ -1,11 +1,11 @@
 """What a CUDA graph consists of: the kinds of its nodes, and the names of its kernels."""
 
-import ctypes
-import functools
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+
+from segcapture.backends.driver import call
 
 
 def nodes_of(graph: torch.cuda.CUDAGraph) -> list[tuple[str, str]]:
@@ -23,22 +23,22 @@ def nodes_of(graph: torch.cuda.CUDAGraph) -> list[tuple[str, str]]:
 
 
 def _nodes(driver: Any, raw: Any) -> Iterator[tuple[str, str]]:
-    count = _call(driver, "cuGraphGetNodes", raw, 0)[-1]
-    nodes = _call(driver, "cuGraphGetNodes", raw, count)[0] if count else ()
+    count = call(driver, "cuGraphGetNodes", raw, 0)[-1]
+    nodes = call(driver, "cuGraphGetNodes", raw, count)[0] if count else ()
     kinds = driver.CUgraphNodeType
     for node in nodes[:count]:
-        kind = _call(driver, "cuGraphNodeGetType", node)[0]
+        kind = call(driver, "cuGraphNodeGetType", node)[0]
         if kind == kinds.CU_GRAPH_NODE_TYPE_KERNEL:
             yield "kernel", _kernel_name(driver, node)
         elif kind == kinds.CU_GRAPH_NODE_TYPE_GRAPH:
-            yield from _nodes(driver, _call(driver, "cuGraphChildGraphNodeGetGraph", node)[0])
+            yield from _nodes(driver, call(driver, "cuGraphChildGraphNodeGetGraph", node)[0])
         else:
             yield str(kind.name).removeprefix("CU_GRAPH_NODE_TYPE_").lower(), ""
 
 
 def _kernel_name(driver: Any, node: Any) -> str:
     """A kernel of a library (`kern`) and one of a module (`func`) are asked in two ways."""
-    (params,) = _call(driver, "cuGraphKernelNodeGetParams", node)
+    (params,) = call(driver, "cuGraphKernelNodeGetParams", node)
     for handle, question in ((params.kern, "cuKernelGetName"), (params.func, "cuFuncGetName")):
         if handle is not None and int(handle):
             status, name = getattr(driver, question)(handle)
@@ -47,39 +47,7 @@ def _kernel_name(driver: Any, node: Any) -> str:
     return "?"
 
 
-def _call(driver: Any, name: str, *args: Any) -> tuple[Any, ...]:
-    status, *values = getattr(driver, name)(*args)
-    if status:
-        raise RuntimeError(f"{name} failed with CUDA error {int(status)} ({status.name})")
-    return tuple(values)
-
-
-@functools.lru_cache(maxsize=4096)
 def demangle(name: str) -> str:
-    """A C++ name as it is written, by the C++ runtime that torch has loaded; others as they are."""
-    function = _demangler()
-    if function is None or not name.startswith("_Z"):
-        return name
-    status = ctypes.c_int()
-    text = function(name.encode(), None, None, ctypes.byref(status))
-    if status.value != 0 or not text:
-        return name
-    try:
-        return ctypes.string_at(text).decode(errors="replace")
-    finally:
-        _free()(ctypes.c_void_p(text))
-
-
-@functools.cache
-def _demangler() -> Any:
-    try:
-        function = ctypes.CDLL("libstdc++.so.6").__cxa_demangle
-    except (OSError, AttributeError):
-        return None
-    function.restype = ctypes.c_void_p
-    return function
-
-
-@functools.cache
-def _free() -> Any:
-    return ctypes.CDLL(None).free
+    """A C++ name as it is written, by the C++ runtime of torch; others as they are."""
+    from_torch: Any = torch._C
+    return str(from_torch._demangle(name)) if name.startswith("_Z") else name

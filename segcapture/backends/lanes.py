@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from segcapture.backends.driver import Driver, get_driver
+from segcapture.backends.driver import get_driver
 from segcapture.backends.forks import ordered
 from segcapture.backends.pool_memory import allocating_from
 
@@ -45,7 +45,9 @@ class Workspace:
     def prepare(self) -> None:
         """Make those that the current stream still lacks, for the calling thread's cuBLAS handle."""
         self.prepare_handle()
-        if _BEFORE_2_12 and _may_multiply():
+        configured = os.environ.get("CUBLAS_WORKSPACE_CONFIG") in (":4096:8", ":16:8")
+        # Else torch refuses cuBLAS, where it is told to be deterministic.
+        if _BEFORE_2_12 and (configured or not torch.are_deterministic_algorithms_enabled()):
             with allocating_from(self.pool, self._device):
                 # cuBLASLt may have one of its own there, and nothing but its use makes it.
                 torch.addmm(self._one[0], self._one, self._one, out=self._out)
@@ -56,12 +58,6 @@ class Workspace:
             torch.cuda.current_blas_handle()
 
 
-def _may_multiply() -> bool:
-    """Not where torch refuses cuBLAS for not being deterministic."""
-    configured = os.environ.get("CUBLAS_WORKSPACE_CONFIG") in (":4096:8", ":16:8")
-    return configured or not torch.are_deterministic_algorithms_enabled()
-
-
 class Lane:
     """A capture stream, and the order among all that was captured on it.
 
@@ -69,25 +65,23 @@ class Lane:
     memory: their replays must not overlap, whatever streams and threads they are on.
     """
 
-    def __init__(self, stream: torch.cuda.Stream, driver: Driver) -> None:
+    def __init__(self, stream: torch.cuda.Stream, *, on_offer: bool = False) -> None:
         self.stream = stream
-        self.raw = stream.cuda_stream
+        self.on_offer = on_offer
+        """Whether pools may choose it: not a user's, and not one whose failed capture could not be ended."""
         self.lock = threading.RLock()
-        self.last = self.raw
+        self.last = stream.cuda_stream
         """Raw handle of the stream that was used last."""
         self.running: int | None = None
         """Raw handle of the stream of the capture or replay that is under way."""
         self.free = True
         """Whether no capture is running on it."""
-        self.broken = False
-        """Whether a failed capture could not be ended on it."""
         self.workspace = Workspace(stream.device)
-        self._driver = driver
 
     def move_to(self, raw: int) -> None:
         """Let a stream wait for the one used last, if it is another."""
         if raw != self.last:
-            self._driver.order(after=raw, before=self.last)
+            get_driver().order(after=raw, before=self.last)
             self.last = raw
 
     def move_back(self) -> None:
@@ -136,7 +130,6 @@ class Lane:
 
 _lanes: dict[tuple[int, int], Lane] = {}
 _lanes_lock = threading.Lock()
-_private: dict[int, list[Lane]] = {}
 
 
 def lane_of(stream: torch.cuda.Stream) -> Lane:
@@ -144,23 +137,20 @@ def lane_of(stream: torch.cuda.Stream) -> Lane:
     key = (stream.device_index, stream.cuda_stream)
     with _lanes_lock:
         if key not in _lanes:
-            _lanes[key] = Lane(stream, get_driver())
+            _lanes[key] = Lane(stream)
         return _lanes[key]
 
 
 def free_lane(device: torch.device) -> Lane:
     """A private lane that no capture is running on now. Streams are kept for the life of the process."""
-    assert device.index is not None
     with _lanes_lock:
-        lanes = _private.setdefault(device.index, [])
-        for lane in lanes:
-            if lane.free and not lane.broken:
+        for lane in _lanes.values():
+            if lane.on_offer and lane.free and lane.stream.device == device:
                 return lane
         with torch.cuda.device(device):
             # No `torch.cuda.Stream()` of the user can be this one.
-            lane = Lane(get_driver().create_stream(), get_driver())
-        lanes.append(lane)
-        _lanes[device.index, lane.raw] = lane
+            lane = Lane(get_driver().create_stream(), on_offer=True)
+        _lanes[device.index, lane.stream.cuda_stream] = lane
         return lane
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from segcapture.backends.driver import Driver, in_thread, is_captured
+from segcapture.backends.driver import get_driver, in_thread, is_captured
 from segcapture.backends.forks import ordered, wait_for_all
 from segcapture.backends.pool import PoolState
 from segcapture.errors import CaptureStateError
@@ -13,12 +13,12 @@ from segcapture.replay import Around, Program
 from segcapture.segments import EagerSegment
 
 
-def in_order(pool: PoolState, program: Program, driver: Driver, *, calls: bool) -> Callable[[], None]:
+def in_order(pool: PoolState, program: Program, *, calls: bool) -> Callable[[], None]:
     """A program as a replay: after what was captured or replayed on the same lane.
 
     `calls` says whether there are eager segments.
     """
-    lane, run, handle = pool.lane, program.run, driver.handle
+    lane, run, handle = pool.lane, program.run, get_driver().handle
     lock, device, index = lane.lock, lane.stream.device, lane.stream.device.index
     current_device, current = torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream
 

@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
-from segcapture.backends.driver import Driver
+from segcapture.backends.driver import get_driver
 from segcapture.backends.graphs import CudaGraph
-from segcapture.backends.lanes import Lane, free_lane, lane_of
-from segcapture.backends.pool_memory import PoolId, segments_of
+from segcapture.backends.lanes import Lane, free_lane, lane_of, one_capture
+from segcapture.backends.pool_memory import PoolId, borrowed, segments_of
 from segcapture.errors import CaptureStateError
+from segcapture.state import state
 
 
 class PoolState:
@@ -24,22 +25,28 @@ class PoolState:
     counts up while there is a capture, a `Pool`, or an alias that points into the pool.
     """
 
-    def __init__(self, pool_id: PoolId, device: torch.device, lane: Lane, driver: Driver) -> None:
+    def __init__(self, pool_id: PoolId, device: torch.device, lane: Lane) -> None:
         self.id = pool_id
         self.lane = lane
+        self.given: torch.cuda.MemPool | None = None
+        """The user's object for the pool, which gives its memory back when it dies."""
         self.in_use = False
         """Whether a capture of it, or a replay that calls eager functions, is under way."""
         try:
-            self._anchor = _empty_graph(pool_id, device, driver)
-        except torch.OutOfMemoryError:
-            undo_begin(device, pool_id, driver)
-            raise
+            self._anchor = _empty_graph(pool_id, device)
         except RuntimeError as error:
-            undo_begin(device, pool_id, driver)
+            undo_begin(device, pool_id)
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
             raise CaptureStateError(
                 f"The pool handle {pool_id} cannot be opened: its last graph has died, and torch closes a "
                 f"pool with its last graph. Keep a capture of it, or share `capture.pool`."
             ) from error
+
+    def __del__(self) -> None:
+        # A MemPool that dies while its thread captures ends the process.
+        if state.keep_alive is not None and self.given is not None:
+            state.keep_alive.append(self.given)
 
     def overwritten(self) -> CaptureStateError:
         """What is raised where an eager function uses the pool of the capture that it belongs to."""
@@ -66,24 +73,17 @@ class PoolState:
 
     def storages(self) -> list[torch.UntypedStorage]:
         """The memory that the pool has reserved, one storage for each range; they keep the pool open."""
-        made: list[Any] = [
-            torch._C._construct_storage_from_data_pointer(
-                segment["address"], self.lane.stream.device, segment["total_size"]
-            )
-            for segment in segments_of(self.id)
-        ]
-        for storage in made:
-            storage._segcapture_pool = self
-        return made
+        device, segments = self.lane.stream.device, segments_of(self.id)
+        return [borrowed(s["address"], device, s["total_size"], self) for s in segments]
 
 
 _anchor_streams: dict[int | None, torch.cuda.Stream] = {}
 
 
-def _empty_graph(pool_id: PoolId, device: torch.device, driver: Driver) -> CudaGraph:
+def _empty_graph(pool_id: PoolId, device: torch.device) -> CudaGraph:
     """Captured on a stream for nothing else: another thread may be capturing on any of the lanes."""
-    owned = CudaGraph()
-    with torch.cuda.device(device), collections_relaxed(driver, "thread_local"):
+    owned, driver = CudaGraph(), get_driver()
+    with torch.cuda.device(device), collections_relaxed("thread_local"):
         stream = _anchor_streams.pop(device.index, None) or driver.create_stream()
         with torch.cuda.stream(stream):
             try:
@@ -96,7 +96,7 @@ def _empty_graph(pool_id: PoolId, device: torch.device, driver: Driver) -> CudaG
     return owned
 
 
-def undo_begin(device: torch.device, pool_id: PoolId, driver: Driver) -> None:
+def undo_begin(device: torch.device, pool_id: PoolId) -> None:
     """Repair torch after a capture that did not begin.
 
     The allocator may be left recording into the pool, and the generator capturing.
@@ -105,7 +105,7 @@ def undo_begin(device: torch.device, pool_id: PoolId, driver: Driver) -> None:
         with suppress(RuntimeError):  # the first refuses where the allocator had not begun
             torch._C._cuda_endAllocateToPool(device.index, pool_id)
             torch._C._cuda_releasePool(device.index, pool_id)
-        _empty_graph(torch.cuda.graph_pool_handle(), device, driver)
+        _empty_graph(torch.cuda.graph_pool_handle(), device)
 
 
 class Pool(tuple[int, int]):
@@ -128,13 +128,13 @@ _pools_lock = threading.RLock()
 
 def pool_id_of(pool: Any, device: torch.device) -> PoolId:
     """The id behind anything that `pool=` takes."""
+    place = device
     if isinstance(pool, torch.cuda.MemPool):
-        place = torch.device(getattr(pool, "device", device))
-        if place.index not in (None, device.index):
-            raise ValueError(f"pool is of {place}, and the capture of {device}")
-        pool = pool.id
-    if isinstance(pool, Pool) and pool.state.lane.stream.device_index != device.index:
-        raise ValueError(f"pool is of another device than {device}")
+        place, pool = torch.device(getattr(pool, "device", device)), pool.id
+    elif isinstance(pool, Pool):
+        place = pool.state.lane.stream.device
+    if place.index not in (None, device.index):
+        raise ValueError(f"pool is of {place}, and the capture of {device}")
     valid = isinstance(pool, tuple) and len(pool) == 2 and all(isinstance(part, int) for part in pool)
     if not valid:
         raise ValueError(
@@ -144,29 +144,29 @@ def pool_id_of(pool: Any, device: torch.device) -> PoolId:
     return (pool[0], pool[1])
 
 
-def open_pool(
-    pool_id: PoolId | None, device: torch.device, stream: torch.cuda.Stream | None, driver: Driver
-) -> PoolState:
+def open_pool(given: Any, device: torch.device, stream: torch.cuda.Stream | None) -> PoolState:
     """The state of a pool, made on first use; None makes a new pool."""
-    with _pools_lock:
-        pool_id = pool_id or torch.cuda.graph_pool_handle()
+    with one_capture(device), _pools_lock:
+        pool_id = torch.cuda.graph_pool_handle() if given is None else pool_id_of(given, device)
         found = _pools.get((device.index, pool_id))
         if found is None:
             lane = free_lane(device) if stream is None else lane_of(stream)
-            found = PoolState(pool_id, device, lane, driver)
+            found = PoolState(pool_id, device, lane)
             _pools[device.index, pool_id] = found
+        if isinstance(given, torch.cuda.MemPool):
+            found.given = given
         return found
 
 
 @contextmanager
-def collections_relaxed(driver: Driver, error_mode: str) -> Iterator[None]:
+def collections_relaxed(error_mode: str) -> Iterator[None]:
     """Let a garbage collection destroy CUDA graphs without invalidating the capture that is running.
 
     Switching the collector off instead would be seen by all threads, and overlapping captures would
     switch it on under each other. This leaves no state behind, and costs 2 us a collection. Collections
     of other threads disturb a capture in the error mode `global` alone.
     """
-    owner = threading.get_ident()
+    owner, exchange_mode = threading.get_ident(), get_driver().exchange_mode
     modes: dict[int, list[int]] = {}
 
     def hook(phase: str, info: dict[str, int]) -> None:
@@ -174,9 +174,9 @@ def collections_relaxed(driver: Driver, error_mode: str) -> Iterator[None]:
             return
         mine = modes.setdefault(threading.get_ident(), [])
         if phase == "start":
-            mine.append(driver.relax())
+            mine.append(exchange_mode())
         elif mine:
-            driver.unrelax(mine.pop())
+            exchange_mode(mine.pop())
 
     gc.callbacks.append(hook)
     try:
@@ -184,4 +184,4 @@ def collections_relaxed(driver: Driver, error_mode: str) -> Iterator[None]:
     finally:
         gc.callbacks.remove(hook)
         for mode in reversed(modes.get(owner, [])):
-            driver.unrelax(mode)
+            exchange_mode(mode)

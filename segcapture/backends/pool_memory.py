@@ -44,6 +44,18 @@ def bytes_of(pool_id: PoolId) -> tuple[int, int]:
     return sum(s["total_size"] for s in segments), sum(s["active_size"] for s in segments)
 
 
+def borrowed(pointer: int, device: torch.device, nbytes: int, keeper: object) -> Any:
+    """A storage that does not own its memory, and keeps alive what does. `is_borrowed` knows it."""
+    made: Any = torch._C._construct_storage_from_data_pointer(pointer, device, nbytes)
+    made._segcapture_pool = keeper
+    return made
+
+
+def is_borrowed(storage: torch.UntypedStorage) -> bool:
+    """Whether a storage came from `borrowed`."""
+    return hasattr(storage, "_segcapture_pool")
+
+
 class PoolMemory:
     """The memory of a pool during one capture: bridges come from it, and arguments may point into it.
 
@@ -59,12 +71,8 @@ class PoolMemory:
         segments = segments_of(pool_id)
         self._pool = _ranges_of(segments)
         # Active now means of an earlier capture or owner: those blocks may be freed under us.
-        blocks = (block for segment in segments for block in segment["blocks"])
-        self._foreign = _Ranges(
-            (block["address"], block["address"] + block["size"])
-            for block in blocks
-            if block["state"] != "inactive"
-        )
+        blocks = [block for segment in segments for block in segment["blocks"]]
+        self._foreign = _Ranges((b["address"], b["size"]) for b in blocks if b["state"] != "inactive")
         self._storages: dict[int, Any] = {}
 
     def forget_break(self) -> None:
@@ -78,13 +86,8 @@ class PoolMemory:
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """A non-owning alias of a plain tensor that was allocated from the pool in this capture."""
-        if (
-            not shows_memory_alone(tensor)
-            or unbridgeable(tensor)
-            or tensor.device != self._device
-            or tensor.is_conj()
-            or tensor.is_neg()
-        ):
+        plain = shows_memory_alone(tensor) and not unbridgeable(tensor)
+        if not plain or tensor.device != self._device or tensor.is_conj() or tensor.is_neg():
             return None
         storage = tensor.untyped_storage()
         pointer = storage.data_ptr()
@@ -92,12 +95,8 @@ class PoolMemory:
             return None
         key = storage._cdata
         if key not in self._storages:
-            made: Any = torch._C._construct_storage_from_data_pointer(
-                pointer, tensor.device, storage.nbytes()
-            )
             # User code may store an alias. The pool then outlives the capture, and with it the mapping.
-            made._segcapture_pool = self._keeper
-            self._storages[key] = made
+            self._storages[key] = borrowed(pointer, tensor.device, storage.nbytes(), self._keeper)
         layout = {
             "size": tensor.shape,
             "stride": tensor.stride(),
@@ -113,21 +112,19 @@ class PoolMemory:
     def _in_pool(self, pointer: int) -> bool:
         if pointer in self._pool:
             return True
-        if pointer not in self._elsewhere:
-            self._look_if_grown()
-            if pointer in self._pool:
-                return True
-            # Should the pool get this very address later, its tensor is kept strongly: that costs memory,
-            # and nothing else.
-            self._elsewhere.add(pointer)
-        return False
-
-    def _look_if_grown(self) -> None:
+        if pointer in self._elsewhere:
+            return False
         # A snapshot costs 175 us and the statistics 12: look again only when memory was added.
         reserved = self._bytes_reserved()
         if reserved != self._reserved:
             self._reserved = reserved
             self._pool = _ranges_of(segments_of(self._id))
+        found = pointer in self._pool
+        if not found:
+            # Should the pool get this very address later, its tensor is kept strongly: that costs memory,
+            # and nothing else.
+            self._elsewhere.add(pointer)
+        return found
 
     def _bytes_reserved(self) -> int:
         """Of the whole device."""
@@ -136,12 +133,12 @@ class PoolMemory:
 
 
 class _Ranges:
-    """Addresses from the first to before the last of each pair."""
+    """The addresses in blocks of memory, each given as its first and its size."""
 
-    def __init__(self, pairs: Iterable[tuple[int, int]]) -> None:
-        ordered = sorted(pairs)
+    def __init__(self, blocks: Iterable[tuple[int, int]]) -> None:
+        ordered = sorted(blocks)
         self._starts = [start for start, _ in ordered]
-        self._ends = [end for _, end in ordered]
+        self._ends = [start + size for start, size in ordered]
 
     def __contains__(self, pointer: int) -> bool:
         at = bisect.bisect_right(self._starts, pointer) - 1
@@ -149,7 +146,7 @@ class _Ranges:
 
 
 def _ranges_of(segments: Iterable[dict[str, Any]]) -> _Ranges:
-    return _Ranges((s["address"], s["address"] + s["total_size"]) for s in segments)
+    return _Ranges((s["address"], s["total_size"]) for s in segments)
 
 
 def make_room(device: torch.device) -> None:
