@@ -15,6 +15,7 @@ import torch
 from segcapture.backends.base import Backend
 from segcapture.backends.tape import Recorder, Tape
 from segcapture.backends.triton_launches import launches_refused
+from segcapture.backends.works import wait_until_returned
 from segcapture.replay import Program, Watch, base_ambient, under
 from segcapture.segments import EagerSegment, GraphSegment, Segment
 from segcapture.writeback.ownership import own_alias, shows_memory_alone, storage_id
@@ -29,21 +30,20 @@ class EmulatedBackend(Backend):
                 "execute=False is for CUDA graphs: the emulated backend records operators by running them. "
                 "Leave it out where there is no GPU and in mode='debug'."
             )
-        if device.type == "cpu" and stream is not None:
-            raise ValueError(f"stream={stream!r} is of another device than {device}")
-        if device.type == "cpu" and pool is not None:
-            raise ValueError(f"pool={pool!r} is of another device than {device}: there is no pool here")
+        if device.type == "cpu" and (stream is not None or pool is not None):
+            raise ValueError(
+                f"stream={stream!r}, pool={pool!r}: one is of another device than {device}, where there are "
+                f"neither streams nor pools"
+            )
         self.device = device
         self._recorder = Recorder(device)
 
     def storages(self, segments: Sequence[Segment]) -> list[torch.UntypedStorage]:
         """What the operators on the tapes made, and the bridges."""
-        owned: list[torch.Tensor] = []
+        owned = [tensor for tape in _tapes(segments) for tensor in tape.results()]
         for segment in segments:
             if isinstance(segment, EagerSegment):
                 owned += segment.writeback.bridges.targets
-            elif isinstance(segment.graph, Tape):
-                owned += segment.graph.results()
         return list({storage_id(tensor): tensor.untyped_storage() for tensor in owned}.values())
 
     @contextmanager
@@ -60,14 +60,16 @@ class EmulatedBackend(Backend):
 
     def end(self) -> Tape | None:
         """End it. The operators have run already."""
-        if self._recorder.tape is not None:
-            self._recorder.tape.close()
         tape, self._recorder.tape = self._recorder.tape, None
-        return tape if tape is not None and tape.operations else None
+        if tape is None:
+            return None
+        tape.close()
+        return tape if tape.operations else None
 
     def returned(self) -> None:
         """Outputs of collectives have their owners alone once their Work has let go of them."""
-        self._recorder.borrowed.wait_until_returned()
+        wait_until_returned(self._recorder.borrowed)
+        self._recorder.borrowed.clear()
 
     def abort(self) -> list[str]:
         """Drop the open tape."""
@@ -96,11 +98,7 @@ class EmulatedBackend(Backend):
 
     def tensors_kept(self, segments: Sequence[Segment]) -> Counter[int]:
         """What the tapes keep; a CUDA graph would keep addresses."""
-        kept: Counter[int] = Counter()
-        for segment in segments:
-            if isinstance(segment, GraphSegment) and isinstance(segment.graph, Tape):
-                kept.update(segment.graph.storages_kept())
-        return kept
+        return Counter(key for tape in _tapes(segments) for key in tape.storages_kept())
 
     def wait_for_host_copies(self) -> None:
         """Wait for the GPU, in debug mode."""
@@ -111,3 +109,8 @@ class EmulatedBackend(Backend):
         """A loop over tapes and calls."""
         base = base_ambient(segments)
         return under(base, functools.partial(Program(segments, base, watch).run, None))
+
+
+def _tapes(segments: Sequence[Segment]) -> list[Tape]:
+    graphs = [segment.graph for segment in segments if isinstance(segment, GraphSegment)]
+    return [graph for graph in graphs if isinstance(graph, Tape)]
