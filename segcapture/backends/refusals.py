@@ -33,20 +33,9 @@ _ALWAYS = {
     "c10d::monitored_barrier_": "waits on the host for all ranks",
     "higher_order::cond": "reads its condition on the host",
     "higher_order::while_loop": "reads its condition on the host",
-    **dict.fromkeys(
-        (
-            "aten::nonzero",
-            "aten::masked_select",
-            "aten::_unique",
-            "aten::_unique2",
-            "aten::unique_dim",
-            "aten::unique_consecutive",
-            "aten::unique_dim_consecutive",
-            "aten::bincount",
-            "aten::_to_sparse",
-        ),
-        _DYNAMIC,
-    ),
+    **dict.fromkeys(("aten::nonzero", "aten::masked_select", "aten::bincount", "aten::_to_sparse"), _DYNAMIC),
+    **dict.fromkeys(("aten::_unique", "aten::_unique2", "aten::unique_dim"), _DYNAMIC),
+    **dict.fromkeys(("aten::unique_consecutive", "aten::unique_dim_consecutive"), _DYNAMIC),
 }
 
 _CONVERSIONS = {

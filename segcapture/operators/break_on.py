@@ -2,9 +2,9 @@
 
 import difflib
 import fnmatch
-import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +14,7 @@ from segcapture.errors import CaptureFailedError
 from segcapture.operators.collectives import is_collective, is_mark, record_collective
 from segcapture.operators.compiled import inside_compiled_region
 from segcapture.operators.composites import as_called, is_composite, names_of, tensor_leaves
-from segcapture.operators.watching import watching
+from segcapture.operators.watching import Call, watching
 from segcapture.source import location, warn
 
 if TYPE_CHECKING:
@@ -29,28 +29,19 @@ class OperatorBreaks:
         if isinstance(entries, str | OpOverloadPacket) or not isinstance(entries, Iterable):
             raise ValueError(f"break_on takes a sequence of operators, got {entries!r}")
         self._patterns = {_pattern(entry) for entry in entries}
-        self._reset()
-
-    def _reset(self) -> None:
-        self._unmatched = set(self._patterns)
+        self._unmatched: set[str] = set()
         self._seen: set[str] = set()
         self._warned = False
 
-    @contextmanager
-    def active(self, recording: "Recording") -> Iterator[None]:
+    def active(self, recording: "Recording") -> AbstractContextManager[None]:
         """Watch the calls of this thread for the block."""
-        self._reset()
+        self._unmatched, self._seen, self._warned = set(self._patterns), set(), False
         if not self._patterns:
-            yield
-            return
-        operator = functools.partial(self._operator, recording)
-        with watching(operator, functools.partial(self._function, recording)):
-            yield
+            return nullcontext()
+        return watching(partial(self._operator, recording), partial(self._function, recording))
 
     def check_all_matched(self) -> None:
         """Raise CaptureFailedError if an entry matched no call, with the near names that were seen."""
-        if not self._unmatched:
-            return
         parts = []
         for pattern in sorted(self._unmatched):
             wanted = pattern.split("::")[-1].split(".")[0].strip("*_")
@@ -58,10 +49,12 @@ class OperatorBreaks:
             near = [names[n] for n in difflib.get_close_matches(wanted, names, n=5, cutoff=0.5)]
             near += [name for n, name in names.items() if wanted in n and name not in near]
             parts.append(f"{pattern!r} (near names: {', '.join(near) or 'none'})")
-        raise CaptureFailedError(
-            f"break_on matched no call for {'; '.join(parts)}. The operator was captured under another "
-            f"name, called in an eager break alone, or not called at all: correct the entry, or take it out."
-        )
+        if parts:
+            raise CaptureFailedError(
+                f"break_on matched no call for {'; '.join(parts)}. The operator was captured under another "
+                f"name, called in an eager break alone, or not called at all: correct the entry, or take it "
+                f"out."
+            )
 
     def _match(self, func: OpOverload) -> str | None:
         """The name to break under, or None."""
@@ -72,9 +65,7 @@ class OperatorBreaks:
         self._unmatched -= matched
         return packet if matched else None
 
-    def _operator(
-        self, recording: "Recording", func: Any, args: Any, kwargs: Any, call: Callable[[], Any]
-    ) -> Any:
+    def _operator(self, recording: "Recording", func: Any, args: Any, kwargs: Any, call: Call) -> Any:
         name = None
         if not recording.inside_eager:
             self._warn_if_compiled()
@@ -88,9 +79,7 @@ class OperatorBreaks:
             return record_collective(recording, func, args, kwargs, name)
         return recording.record_break(func, args, kwargs, name, below_autograd=True)
 
-    def _function(
-        self, recording: "Recording", func: Any, args: Any, kwargs: Any, call: Callable[[], Any]
-    ) -> Any:
+    def _function(self, recording: "Recording", func: Any, args: Any, kwargs: Any, call: Call) -> Any:
         """Keep autograd from opening composite operators before `_operator` has seen them."""
         if recording.inside_eager or func is torch.Tensor.backward:
             return call()
@@ -121,12 +110,11 @@ class OperatorBreaks:
                 f"break_on watches each operator, and torch.compile does not compile while something does: "
                 f"the compiled region that was called at {location()} runs operator by operator in this "
                 f"capture. Mark a function with @eager_break_during_capture instead of break_on to keep it "
-                f"compiled.",
-                UserWarning,
+                f"compiled."
             )
 
 
-@functools.lru_cache(maxsize=4096)
+@lru_cache(maxsize=4096)
 def _composite(func: Any) -> OpOverload | None:
     """The composite operator that a function of torch calls, if it calls one."""
     if isinstance(func, OpOverload):

@@ -10,7 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from segcapture.operators.compiled import uncompiled
 from segcapture.operators.composites import has_own_dispatch, is_composite, run_in_parts
 
-Watcher = Callable[[Any, tuple[Any, ...], dict[str, Any], Callable[[], Any]], Any]
+Call = Callable[[], Any]
+Watcher = Callable[[Any, tuple[Any, ...], dict[str, Any], Call], Any]
 """Takes what is called, its arguments, and a function that makes the call, and returns the result."""
 
 
