@@ -83,6 +83,11 @@ class Tape:
         """`operator` and its name, for each."""
         return [("operator", entry.name) for entry in self._entries]
 
+    def nbytes(self) -> int:
+        """Bytes of the results that it keeps, each storage once."""
+        storages = {storage_id(t): t.untyped_storage() for t in self.results()}
+        return sum(storage.nbytes() for storage in storages.values())
+
     def storages_kept(self) -> list[int]:
         """Identity of the storage of each tensor that it keeps, once for each tensor."""
         kept = {id(t): t for entry in self._entries for t in (*entry.arguments(), *entry.results())}
