@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch.nn.attention.flex_attention import flex_attention
 
-from segcapture import CaptureFailedError
+from segcapture import CaptureFailedError, eager_break_during_capture
 from segcapture.backends.refusals import CUDA_WORDS, check_operator
 from tests.conftest import assert_same
 
@@ -548,6 +548,19 @@ def test_operators_that_read_on_another_device_pass(emulated):
     elsewhere = torch.ones(3, device="meta")
     with emulated.capture():
         assert "meta" in repr(elsewhere)
+
+
+def test_what_was_made_empty_may_change_its_shape_after_a_break(backend, guard):
+    """An eager segment gets its argument as it was at the call, whoever made the memory."""
+
+    def model(x):
+        y = torch.empty_like(x).copy_(x)
+        z = brk(y)
+        y.t_()
+        return z + 1, y
+
+    brk = eager_break_during_capture(lambda y: y.sum(0))
+    backend.check(model, [backend.tensor(2, 3)], "geg", guard=guard)
 
 
 @attrs.define

@@ -5,18 +5,28 @@ streams and the reuse of pool memory, and it cannot see kernels that bypass the 
 """
 
 import functools
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from segcapture.backends.base import Backend
-from segcapture.backends.tape import Recorder, Tape
+from segcapture.backends.refusals import check_function, check_operator, is_stricter_on_cpu
+from segcapture.backends.tape import Entry, Tape
 from segcapture.backends.triton_launches import launches_refused
+from segcapture.backends.works import wait_until_returned
+from segcapture.errors import CaptureFailedError
+from segcapture.operators.collectives import handle, has_work, is_collective, is_mark, run_to_end
+from segcapture.operators.compiled import kernels_refused
+from segcapture.operators.composites import is_composite, names_of, tensor_leaves
+from segcapture.operators.watching import Call, watching
 from segcapture.replay import Program, Watch, base_ambient, under
 from segcapture.segments import EagerSegment, GraphSegment, Segment
+from segcapture.source import location
 from segcapture.writeback.ownership import own_alias, shows_memory_alone, storage_id
 
 
@@ -29,55 +39,65 @@ class EmulatedBackend(Backend):
                 "execute=False is for CUDA graphs: the emulated backend records operators by running them. "
                 "Leave it out where there is no GPU and in mode='debug'."
             )
-        if device.type == "cpu" and stream is not None:
-            raise ValueError(f"stream={stream!r} is of another device than {device}")
-        if device.type == "cpu" and pool is not None:
-            raise ValueError(f"pool={pool!r} is of another device than {device}: there is no pool here")
+        if device.type == "cpu" and (stream is not None or pool is not None):
+            raise ValueError(
+                f"stream={stream!r}, pool={pool!r}: one is of another device than {device}, where there are "
+                f"neither streams nor pools"
+            )
         self.device = device
-        self._recorder = Recorder(device)
+        self._tape: Tape | None = None
+        """None: operators just run."""
+        self._made: set[int] = set()
+        """Identities of the storages that came up in graph segments, or as bridges: they all live on."""
+        self._borrowed: list[weakref.ref[torch.Tensor]] = []
+        """What was given to collectives while they just ran."""
+        self._trusted = False
+        """Whether CUDA captures the function that runs now, though the CPU reads values in it."""
+        self._running = False
+        """Whether an operator that goes on the tape runs right now."""
 
     def storages(self, segments: Sequence[Segment]) -> list[torch.UntypedStorage]:
         """What the operators on the tapes made, and the bridges."""
-        owned: list[torch.Tensor] = []
-        for segment in segments:
-            if isinstance(segment, EagerSegment):
-                owned += segment.writeback.bridges.targets
-            elif isinstance(segment.graph, Tape):
-                owned += segment.graph.results()
-        return list({storage_id(tensor): tensor.untyped_storage() for tensor in owned}.values())
+        results = [tensor for tape in _tapes(segments) for tensor in tape.results()]
+        eager = [segment for segment in segments if isinstance(segment, EagerSegment)]
+        bridges = [tensor for segment in eager for tensor in segment.writeback.bridges.targets]
+        return list({storage_id(t): t.untyped_storage() for t in (*results, *bridges)}.values())
 
     @contextmanager
     def open(self) -> Iterator[None]:
         """Watch the operators of this thread."""
-        recorder = self._recorder = Recorder(self.device)
-        on_gpu = self.device.type != "cpu"
-        with launches_refused(recorder.is_blind) if on_gpu else nullcontext(), recorder.active():
+        self._made.clear()
+        self._borrowed.clear()
+        launches = nullcontext() if self.device.type == "cpu" else launches_refused(self._is_blind)
+        with launches, kernels_refused(self._is_blind), watching(self._operator, self._function):
             yield
 
     def begin(self) -> None:
         """Begin a tape."""
-        self._recorder.tape = Tape()
+        self._tape = Tape()
 
     def end(self) -> Tape | None:
         """End it. The operators have run already."""
-        if self._recorder.tape is not None:
-            self._recorder.tape.close()
-        tape, self._recorder.tape = self._recorder.tape, None
-        return tape if tape is not None and tape.operations else None
+        tape, self._tape = self._tape, None
+        if tape is None:
+            return None
+        tape.close()
+        return tape if tape.operations else None
 
     def returned(self) -> None:
         """Outputs of collectives have their owners alone once their Work has let go of them."""
-        self._recorder.borrowed.wait_until_returned()
+        wait_until_returned(self._borrowed)
+        self._borrowed.clear()
 
     def abort(self) -> list[str]:
         """Drop the open tape."""
-        self._recorder.tape = None
+        self._tape = None
         return []
 
     def allocate(self, nbytes: int, device: torch.device) -> torch.UntypedStorage:
         """Plain memory."""
         storage = torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage()
-        self._recorder.made.add(storage._cdata)
+        self._made.add(storage._cdata)
         return storage
 
     def argument(self, tensor: torch.Tensor) -> torch.Tensor | None:
@@ -85,22 +105,18 @@ class EmulatedBackend(Backend):
         if not shows_memory_alone(tensor) or tensor.layout is not torch.strided:
             return None
         try:
-            ours = storage_id(tensor) in self._recorder.made
+            ours = storage_id(tensor) in self._made
         except NotImplementedError:  # of vmap
             return None
         return own_alias(tensor) if ours else None
 
     def is_recording(self) -> bool:
         """Whether there is a tape: all operators of this thread go on it."""
-        return self._recorder.tape is not None
+        return self._tape is not None
 
     def tensors_kept(self, segments: Sequence[Segment]) -> Counter[int]:
         """What the tapes keep; a CUDA graph would keep addresses."""
-        kept: Counter[int] = Counter()
-        for segment in segments:
-            if isinstance(segment, GraphSegment) and isinstance(segment.graph, Tape):
-                kept.update(segment.graph.storages_kept())
-        return kept
+        return Counter(key for tape in _tapes(segments) for key in tape.storages_kept())
 
     def wait_for_host_copies(self) -> None:
         """Wait for the GPU, in debug mode."""
@@ -111,3 +127,89 @@ class EmulatedBackend(Backend):
         """A loop over tapes and calls."""
         base = base_ambient(segments)
         return under(base, functools.partial(Program(segments, base, watch).run, None))
+
+    def _is_blind(self) -> bool:
+        """Whether a kernel that is launched now would be missing on the tape."""
+        return self._tape is not None and not self._running
+
+    def _function(self, func: Any, args: Any, kwargs: Any, call: Call) -> Any:
+        if self._tape is None:
+            return call()
+        check_function(func, args, kwargs, self.device)
+        self._trusted = is_stricter_on_cpu(func, args, kwargs)
+        try:
+            return call()
+        finally:
+            self._trusted = False
+
+    def _operator(self, func: Any, args: Any, kwargs: Any, call: Call) -> Any:
+        if is_composite(func):
+            return call()
+        if self._tape is not None:
+            return self._record(self._tape, func, args, kwargs)
+        out = call()
+        if is_collective(func):
+            self._borrowed += map(weakref.ref, tensor_leaves(args, kwargs, out))
+        return out
+
+    def _record(self, tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator and write it on the tape."""
+        # On other devices CUDA would not mind.
+        if not self._trusted and any(t.device == self.device for t in tensor_leaves(args, kwargs)):
+            check_operator(func, args, kwargs)
+        # Aliases, since code may change the shape of a tensor object in place later.
+        kept = tree_map_only(torch.Tensor, _alias, (args, kwargs))
+        started = tape.start(func) if has_work(func) else None
+        call = started or (functools.partial(run_to_end, func) if is_collective(func) else func)
+        self._running = True
+        try:
+            out = call(*args, **kwargs)
+        finally:
+            self._running = False
+        if is_mark(func):
+            return out  # Each run of the collective itself is waited for.
+        given = {storage_id(t) for t in tensor_leaves(args, kwargs) if _has_storage(t)}
+        results = {i: leaf for i, leaf in enumerate(tree_leaves(out)) if isinstance(leaf, torch.Tensor)}
+        fresh = {i: t for i, t in results.items() if not (_has_storage(t) and storage_id(t) in given)}
+        self._made.update(storage_id(t) for t in fresh.values() if _has_storage(t))
+        if not _has_effect(func):
+            return out
+        if not all(map(_has_storage, fresh.values())):
+            raise CaptureFailedError(
+                f"`{names_of(func)[0]}` made a sparse tensor at {location()}: the tape writes new values to "
+                f"the memory of the captured ones, which dense tensors alone have. Make it in a function "
+                f"marked `@eager_break_during_capture`, or before the capture."
+            )
+        if fresh or not results or _may_write(func):
+            # Results are kept with their metadata of now, as arguments are.
+            fresh = {i: _alias(t) for i, t in fresh.items()}
+            tape.add(Entry(names_of(func)[0], call, kept[0], kept[1], fresh))
+        return out if started is None else handle(out, functools.partial(tape.wait, started))
+
+
+def _tapes(segments: Sequence[Segment]) -> list[Tape]:
+    graphs = [segment.graph for segment in segments if isinstance(segment, GraphSegment)]
+    return [graph for graph in graphs if isinstance(graph, Tape)]
+
+
+# They promise no values, so there is nothing to run again.
+_EMPTY = ("aten::empty", "aten::new_empty")
+
+
+def _has_effect(func: Any) -> bool:
+    changes_shape_alone = torch.Tag.inplace_view in getattr(func, "tags", ())
+    return not (names_of(func)[0].startswith(_EMPTY) or changes_shape_alone or func.namespace == "profiler")
+
+
+def _may_write(func: Any) -> bool:
+    schema = getattr(func, "_schema", None)
+    return schema is None or bool(schema.is_mutable) or is_collective(func)
+
+
+def _has_storage(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided
+
+
+def _alias(tensor: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return own_alias(tensor)

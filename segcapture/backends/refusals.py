@@ -33,20 +33,9 @@ _ALWAYS = {
     "c10d::monitored_barrier_": "waits on the host for all ranks",
     "higher_order::cond": "reads its condition on the host",
     "higher_order::while_loop": "reads its condition on the host",
-    **dict.fromkeys(
-        (
-            "aten::nonzero",
-            "aten::masked_select",
-            "aten::_unique",
-            "aten::_unique2",
-            "aten::unique_dim",
-            "aten::unique_consecutive",
-            "aten::unique_dim_consecutive",
-            "aten::bincount",
-            "aten::_to_sparse",
-        ),
-        _DYNAMIC,
-    ),
+    **dict.fromkeys(("aten::nonzero", "aten::masked_select", "aten::bincount", "aten::_to_sparse"), _DYNAMIC),
+    **dict.fromkeys(("aten::_unique", "aten::_unique2", "aten::unique_dim"), _DYNAMIC),
+    **dict.fromkeys(("aten::unique_consecutive", "aten::unique_dim_consecutive"), _DYNAMIC),
 }
 
 _CONVERSIONS = {
@@ -69,9 +58,8 @@ _CONVERSIONS = {
 def check_operator(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raise CaptureFailedError for an operator that CUDA would not capture."""
     name, overload = names_of(func)
-    reason = _ALWAYS.get(name) or _ALWAYS.get(f"{name}.{overload}")
-    if reason is None:
-        reason = _depending_on_arguments(name, args, kwargs)
+    always = _ALWAYS.get(name) or _ALWAYS.get(f"{name}.{overload}")
+    reason = always or _depending_on_arguments(name, args, kwargs)
     if reason is not None:
         _refuse(name, reason)
 
@@ -100,6 +88,12 @@ def check_function(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], dev
             _refuse(f"Tensor.{name}", "with a tensor as the value reads it on the host: give it a number")
         if name in ("__setitem__", "index_put", "index_put_") and any(map(_is_mask, tree_leaves(args[1]))):
             _refuse(f"Tensor.{name}", _MASK)
+
+
+def is_stricter_on_cpu(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether only the CPU reads values in a function: one_hot does, to check the range of the classes."""
+    classes = args[1] if len(args) > 1 else kwargs.get("num_classes", -1)
+    return getattr(func, "__name__", "") == "one_hot" and bool(classes != -1)
 
 
 _FILLS = ("masked_fill", "masked_fill_", "index_fill", "index_fill_")

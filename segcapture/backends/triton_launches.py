@@ -1,9 +1,8 @@
 """Triton kernels on a tape: they bypass the dispatcher, so a launch is an error where it can be seen."""
 
-import importlib.util
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from segcapture.errors import CaptureFailedError
@@ -33,38 +32,30 @@ def launches_refused(unseen: Callable[[], bool]) -> Iterator[None]:
                 f"function marked `@eager_break_during_capture`."
             )
 
-    chain = runtime.launch_enter_hook
-    if hasattr(chain, "add") and hasattr(chain, "remove"):
-        chain.add(refuse)
-        try:
-            yield
-        finally:
-            chain.remove(refuse)
-        return
+        if alone is not None:
+            alone(metadata)
 
-    def first(metadata: Any) -> None:
-        refuse(metadata)
-        if chain is not None:
-            chain(metadata)
-
-    runtime.launch_enter_hook = first
-    try:
+    hook = runtime.launch_enter_hook
+    is_chain = hasattr(hook, "add") and hasattr(hook, "remove")
+    alone = None if is_chain else hook
+    with ExitStack() as stack:
+        if is_chain:
+            hook.add(refuse)
+            stack.callback(hook.remove, refuse)
+        else:
+            runtime.launch_enter_hook = refuse
+            stack.callback(setattr, runtime, "launch_enter_hook", hook)
         yield
-    finally:
-        runtime.launch_enter_hook = chain
 
 
 def _runtime() -> Any:
     """Triton's knobs, if there are any."""
-    if importlib.util.find_spec("triton") is None:
-        return None
     try:
         from triton import knobs
 
-        runtime = knobs.runtime
+        return knobs.runtime if hasattr(knobs.runtime, "launch_enter_hook") else None
     except (ImportError, AttributeError):
         return None
-    return runtime if hasattr(runtime, "launch_enter_hook") else None
 
 
 def _name_of(metadata: Any) -> str:

@@ -10,29 +10,28 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from segcapture.operators.composites import names_of
+from segcapture.operators.composites import names_of, tensor_leaves
 
 if TYPE_CHECKING:
     from segcapture.recording import Recording
 
-_WORK, _FUNCTIONAL = "c10d", "_c10d_functional"
 # They move no data. The first makes a tensor that waits when it is first used, the second waits.
 _MARKS = {"_c10d_functional::_wrap_tensor_autograd", "_c10d_functional::wait_tensor"}
 
 
 def is_collective(func: Any) -> bool:
     """Whether an operator talks to other ranks. The schemas of these do not say what they write."""
-    return func.namespace in (_WORK, _FUNCTIONAL) and not is_mark(func)
+    return func.namespace in ("c10d", "_c10d_functional") and not is_mark(func)
 
 
 def has_work(func: Any) -> bool:
     """Whether a collective returns a Work, which the caller waits for, and writes to the caller's tensors."""
-    return bool(func.namespace == _WORK)
+    return bool(func.namespace == "c10d")
 
 
 def is_mark(func: Any) -> bool:
     """Whether an operator says that a functional collective is to be waited for."""
-    return func.namespace == _FUNCTIONAL and names_of(func)[0] in _MARKS
+    return names_of(func)[0] in _MARKS
 
 
 def works_of(out: Any) -> list[Any]:
@@ -41,15 +40,15 @@ def works_of(out: Any) -> list[Any]:
     return [work for work in works if work is not None]
 
 
-def wait_for(func: Any, out: Any) -> None:
-    """Let the current stream, or the host where there is none, wait for what a collective writes."""
-    if has_work(func):
-        for work in works_of(out):
-            work.wait()
-        return
-    for leaf in tree_leaves(out):
-        if isinstance(leaf, torch.Tensor):
-            torch.ops._c10d_functional.wait_tensor(leaf)
+def run_to_end(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a collective, and let the current stream, or the host where there is none, wait for it."""
+    out = func(*args, **kwargs)
+    for work in works_of(out):
+        work.wait()
+    if not has_work(func):
+        for tensor in tensor_leaves(out):
+            torch.ops._c10d_functional.wait_tensor(tensor)
+    return out
 
 
 def handle(out: Any, wait: Callable[[], None]) -> Any:
@@ -80,22 +79,18 @@ def record_collective(recording: "Recording", func: Any, args: Any, kwargs: Any,
     outputs: list[Any] | None = []
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        out = func(*args, **kwargs)
-        wait_for(func, out)
+        out = run_to_end(func, *args, **kwargs)
         if not has_work(func):
             return out
         if outputs is not None:
-            outputs.append(handle(out, _nothing_left))
-            wait_for(func, outputs)  # so that is_completed() says so
+            outputs.append(handle(out, lambda: None))
+            for work in works_of(outputs):
+                work.wait()  # so that is_completed() says so: the segment has waited
         return None
 
     result = recording.record_break(call, args, kwargs, name, below_autograd=True)
     done, outputs = outputs, None
     return done[0] if done else result
-
-
-def _nothing_left() -> None:
-    """The segment has waited."""
 
 
 def _unboxed(leaf: torch.ScriptObject) -> Any:

@@ -6,7 +6,7 @@ Told before that nothing is to be compiled, it runs the code as it is written, `
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -14,37 +14,37 @@ import torch
 from segcapture.errors import CaptureFailedError
 from segcapture.source import location
 
-_lock = threading.Lock()
-_watchers = 0
-_stance: Any = None
-_refusing: dict[int, Callable[[], bool]] = {}
-_original_call: Any = None
+
+class _Shared:
+    """A change to the whole process: the first one in makes it, and the last one out takes it back."""
+
+    def __init__(self, change: Callable[[], AbstractContextManager[Any]]) -> None:
+        self._change, self._users, self._lock = change, 0, threading.Lock()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._users == 0:
+                self._changed = self._change()
+                self._changed.__enter__()
+            self._users += 1
+
+    def __exit__(self, *failure: object) -> None:
+        with self._lock:
+            self._users -= 1
+            if self._users == 0:
+                self._changed.__exit__(None, None, None)
 
 
-@contextmanager
-def uncompiled() -> Iterator[None]:
-    """Run compiled regions as plain Python for the block.
+_no_compiling = _Shared(lambda: torch.compiler.set_stance("force_eager"))
 
-    The stance is one for the process, so captures of several threads count, and the last one out puts
-    the user's back.
-    """
-    global _stance, _watchers
+
+def uncompiled() -> AbstractContextManager[None]:
+    """Run compiled regions as plain Python for the block. The user's stance comes back after it."""
     # Not imported: nothing is compiled, and the import takes seconds.
-    if "torch._dynamo" not in sys.modules:
-        yield
-        return
-    with _lock:
-        if _watchers == 0:
-            _stance = torch.compiler.set_stance("force_eager")
-        _watchers += 1
-    try:
-        yield
-    finally:
-        with _lock:
-            _watchers -= 1
-            if _watchers == 0:
-                _stance.__exit__(None, None, None)
-                _stance = None
+    return _no_compiling if "torch._dynamo" in sys.modules else nullcontext()
+
+
+_refusing: dict[int, Callable[[], bool]] = {}
 
 
 @contextmanager
@@ -54,35 +54,39 @@ def kernels_refused(unseen: Callable[[], bool]) -> Iterator[None]:
     `uncompiled` keeps it from running, but for the backward of a forward that ran compiled before: its
     kernels are no operators. Inductor has no hook, so the call of its graphs is replaced meanwhile.
     """
-    global _original_call
-    code: Any = getattr(sys.modules.get("torch._inductor.output_code"), "CompiledFxGraph", None)
-    if code is None:
-        yield
-        return
     thread = threading.get_ident()
-    with _lock:
-        if not _refusing:
-            _original_call = code.__call__
-            code.__call__ = _call_or_refuse
+    with _asked_before if "torch._inductor.output_code" in sys.modules else nullcontext():
         _refusing[thread] = unseen
+        try:
+            yield
+        finally:
+            del _refusing[thread]
+
+
+@contextmanager
+def _calls_replaced() -> Iterator[None]:
+    code: Any = sys.modules["torch._inductor.output_code"].CompiledFxGraph
+    original = code.__call__
+
+    def call(graph: Any, inputs: Any) -> Any:
+        unseen = _refusing.get(threading.get_ident())
+        if unseen is not None and unseen():
+            raise CaptureFailedError(
+                f"Kernels that torch.compile made ran at {location()}: the backward of a forward that ran "
+                f"before the capture, most likely. They are no operators, and the tape would miss them at "
+                f"replay. Capture the forward too, or call it in a function marked "
+                f"`@eager_break_during_capture`."
+            )
+        return original(graph, inputs)
+
+    code.__call__ = call
     try:
         yield
     finally:
-        with _lock:
-            del _refusing[thread]
-            if not _refusing:
-                code.__call__ = _original_call
+        code.__call__ = original
 
 
-def _call_or_refuse(graph: Any, inputs: Any) -> Any:
-    unseen = _refusing.get(threading.get_ident())
-    if unseen is not None and unseen():
-        raise CaptureFailedError(
-            f"Kernels that torch.compile made ran at {location()}: the backward of a forward that ran before "
-            f"the capture, most likely. They are no operators, and the tape would miss them at replay. "
-            f"Capture the forward too, or call it in a function marked `@eager_break_during_capture`."
-        )
-    return _original_call(graph, inputs)
+_asked_before = _Shared(_calls_replaced)
 
 
 def inside_compiled_region() -> bool:

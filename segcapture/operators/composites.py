@@ -14,6 +14,7 @@ import torch
 from torch._C import DispatchKey
 from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 _ABOVE_MODES = (DispatchKey.ADInplaceOrView, DispatchKey.AutocastCPU, DispatchKey.AutocastCUDA)
 
@@ -23,6 +24,11 @@ def names_of(func: Any) -> tuple[str, str]:
     if isinstance(func, HigherOrderOperator):  # takes functions, as flex_attention does; has no schema
         return f"{func.namespace}::{func.name()}", "default"
     return func._schema.name, func._schema.overload_name or "default"
+
+
+def tensor_leaves(*trees: Any) -> list[torch.Tensor]:
+    """The tensors among the arguments or the results of an operator."""
+    return [leaf for leaf in tree_leaves(trees) if isinstance(leaf, torch.Tensor)]
 
 
 @functools.lru_cache(maxsize=4096)
