@@ -620,3 +620,39 @@ def test_overlapping_captures_share_the_stance(emulated):
     leave.set()
     worker.join()
     assert Modes() == before
+
+
+@torch.library.custom_op("segcapture_tests::with_a_break", mutates_args=())
+def with_a_break(x: torch.Tensor) -> torch.Tensor:
+    """An operator whose body calls an eager break."""
+    return doubled(x) + 1
+
+
+@eager_break_during_capture
+def doubled(x):
+    return x * 2
+
+
+def test_a_break_inside_of_an_operator_is_refused(emulated):
+    """The operator would be on no tape: a CUDA graph holds its kernels on either side of the break."""
+    x = emulated.tensor(3)
+    for before in (lambda t: t, lambda t: t * 2):
+        with (
+            torch.no_grad(),
+            pytest.raises(CaptureFailedError, match="inside of the operator `segcapture_tests"),
+        ):
+            with emulated.capture():
+                with_a_break(before(x))
+    emulated.check(lambda t: doubled(t * 2) + 1, [x], "geg")
+
+
+def test_memory_that_was_made_empty_belongs_to_the_capture(emulated):
+    """As what operators compute does."""
+    x = emulated.tensor(3)
+    with torch.no_grad(), emulated.capture() as g:
+        y = torch.empty(3)
+        y.copy_(x)
+        z = y * 2
+    owned = {storage.data_ptr() for storage in g.storages()}
+    assert {y.data_ptr(), z.data_ptr()} <= owned
+    assert x.data_ptr() not in owned

@@ -58,7 +58,7 @@ class EmulatedBackend(Backend):
 
     def storages(self, segments: Sequence[Segment]) -> list[torch.UntypedStorage]:
         """What the operators on the tapes made, and the bridges."""
-        results = [tensor for tape in _tapes(segments) for tensor in tape.results()]
+        results = [t for tape in _tapes(segments) for t in tape.kept() if storage_id(t) in self._made]
         eager = [segment for segment in segments if isinstance(segment, EagerSegment)]
         bridges = [tensor for segment in eager for tensor in segment.writeback.bridges.targets]
         return list({storage_id(t): t.untyped_storage() for t in (*results, *bridges)}.values())
@@ -116,7 +116,7 @@ class EmulatedBackend(Backend):
 
     def tensors_kept(self, segments: Sequence[Segment]) -> Counter[int]:
         """What the tapes keep; a CUDA graph would keep addresses."""
-        return Counter(key for tape in _tapes(segments) for key in tape.storages_kept())
+        return Counter(storage_id(tensor) for tape in _tapes(segments) for tensor in tape.kept())
 
     def wait_for_host_copies(self) -> None:
         """Wait for the GPU, in debug mode."""
@@ -166,6 +166,12 @@ class EmulatedBackend(Backend):
             out = call(*args, **kwargs)
         finally:
             self._running = False
+        if self._tape is not tape:
+            raise CaptureFailedError(
+                f"An eager break was called inside of the operator `{names_of(func)[0]}`, called at "
+                f"{location()}. The tape records operators whole: put the break around the operator, or "
+                f"name it in `break_on`."
+            )
         if is_mark(func):
             return out  # Each run of the collective itself is waited for.
         given = {storage_id(t) for t in tensor_leaves(args, kwargs) if _has_storage(t)}

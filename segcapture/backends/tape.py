@@ -88,10 +88,10 @@ class Tape:
         storages = {storage_id(t): t.untyped_storage() for t in self.results()}
         return sum(storage.nbytes() for storage in storages.values())
 
-    def storages_kept(self) -> list[int]:
-        """Identity of the storage of each tensor that it keeps, once for each tensor."""
+    def kept(self) -> list[torch.Tensor]:
+        """The tensors with memory that it keeps, each once."""
         kept = {id(t): t for entry in self._entries for t in (*entry.arguments(), *entry.results())}
-        return [storage_id(tensor) for tensor in kept.values() if tensor.layout is torch.strided]
+        return [tensor for tensor in kept.values() if tensor.layout is torch.strided]
 
 
 @contextlib.contextmanager
