@@ -567,6 +567,34 @@ def test_values_that_an_eager_segment_returns_are_fresh(backend):
         assert g(x)["max"] == (x + 1).max().item()
 
 
+@pytest.mark.parametrize(
+    "wrap", [lambda t: [t], lambda t: (t, 1), lambda t: {"t": t}], ids=["list", "tuple", "dict"]
+)
+def test_a_value_that_becomes_a_container_of_tensors(backend, wrap):
+    """In a dict that the function returns each time, and that an eager segment fills."""
+
+    def filling():
+        d, calls = {"x": None}, []
+
+        @eager_break_during_capture
+        def fill(x):
+            calls.append(1)
+            if len(calls) > 2:
+                d["x"] = wrap(x + len(calls))
+
+        def f(x):
+            y = x * 2
+            fill(y)
+            return d, y
+
+        return f
+
+    g, f = graphed(backend, filling(), warmup=0), filling()
+    for i in range(5):
+        x = backend.tensor(3, seed=i)
+        assert str(g(x)) == str(f(x))
+
+
 # Failure and capacity
 
 

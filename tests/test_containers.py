@@ -585,3 +585,138 @@ def test_the_shape_of_an_argument_is_that_of_the_call(backend):
     with torch.no_grad(), pytest.raises(CaptureFailedError, match="changed an argument in place .stride"):
         with backend.capture() as g:
             g.add_eager(lambda y: y.t_() * 1, x * 2)
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+@pytest.mark.parametrize("tensors", [False, True])
+def test_what_stands_in_the_users_container_too_is_the_users(backend, swapped, tensors):
+    """Wherever the walk meets it first: nothing is written to it, where the user keeps it for later."""
+
+    def advancing(state, history):
+        def advance(x):
+            history.append(state["cur"])
+            state["cur"] = {"n": len(history), **({"t": x + 1} if tensors else {})}
+            return (state["cur"], state, x + 1) if swapped else (state, state["cur"], x + 1)
+
+        return advance
+
+    (state, history), (expected, was) = ({"cur": {"n": 0}}, []), ({"cur": {"n": 0}}, [])
+    fn = advancing(expected, was)
+    x = backend.tensor(3)
+    with torch.no_grad(), backend.capture() as g:
+        g.add_eager(advancing(state, history), x * 2)
+    fn(x * 2)
+    for seed in range(2):
+        x.copy_(backend.tensor(3, seed=seed))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FrozenValueWarning)
+            if tensors:
+                with pytest.raises(OutputMismatchError, match="others own"):
+                    g.replay()
+            else:
+                g.replay()
+        fn(x * 2)
+    assert str(history) == str(was)
+    assert str(state) == str(expected)
+
+
+class WithSlot:
+    __slots__ = ("a", "b")
+
+
+class SlotAgain(WithSlot):
+    __slots__ = ("a", "c")
+
+
+class SlotAndAttribute:
+    __slots__ = ("__dict__", "a")
+
+
+def test_a_slot_that_is_declared_again_is_one_attribute(backend):
+    """In a subclass, and beside an entry of the instance's dict."""
+
+    def make(h):
+        again, both = SlotAgain(), SlotAndAttribute()
+        again.a, again.b, again.c, both.a = h + 1, h + 2, h + 3, h + 4
+        vars(both)["a"] = 7
+        return again, both
+
+    made = eager_break_during_capture(make, name="made")
+
+    def model(x):
+        again, both = made(x * 2)
+        return again.a + again.b * again.c - both.a
+
+    backend.check(model, [backend.tensor(3)], "geg")
+
+
+def test_an_object_in_an_object_and_outside_of_it_is_one(backend):
+    """Also where it is met in the object first: graph code and later eager code see the same tensors."""
+    log = []
+
+    def make(x):
+        outer, outer.inner = (box := Box()), Box()
+        outer.inner.t = x + 1
+        return [box, [[outer.inner]]]
+
+    def model(call, x):
+        out = call(make, x * 2)
+        out[1][0][0].t.mul_(10)
+        call(lambda out: log.append((out[0].inner is out[1][0][0], out[0].inner.t.tolist())), out)
+
+    x = backend.tensor(3)
+    with torch.no_grad(), backend.capture() as g:
+        model(g.add_eager, x)
+    for seed in range(3):
+        x.copy_(backend.tensor(3, seed=seed))
+        log.clear()
+        g.replay()
+        model(lambda fn, *args: fn(*args), x)
+        assert log[0] == log[1]
+
+
+def test_one_container_in_the_places_of_two(backend):
+    """What a later function does to one would show in both."""
+    alike = [False]
+
+    def make(x):
+        one = [1, x + 1]
+        return one, one if alike[0] else [1, x + 1]
+
+    x = backend.tensor(3)
+    with torch.no_grad(), backend.capture() as g:
+        g.add_eager(make, x * 2)
+    g.replay()
+    alike[0] = True
+    with pytest.raises(OutputMismatchError, match="one container in two places"):
+        g.replay()
+
+
+@pytest.mark.parametrize("change", [lambda o: o.reverse(), lambda o: o.__setitem__(0, o[1] * 2)])
+def test_a_value_whose_place_the_captured_code_has_taken(backend, change):
+    """A tensor that stands there is not overwritten with a number."""
+    n = [0]
+
+    def make(x):
+        n[0] += 1
+        return [n[0], x + 1]
+
+    x = backend.tensor(3)
+    with torch.no_grad(), backend.capture() as g:
+        out = g.add_eager(make, x * 2)
+        change(out)
+    with pytest.raises(OutputMismatchError, match="other code has put a Tensor"):
+        g.replay()
+    assert isinstance(out[0], torch.Tensor)
+
+
+def test_a_tuple_in_itself_without_new_tensors(backend):
+    """Nothing is rebuilt."""
+    items = [1]
+    items.append((items, 2))
+
+    def model(x):
+        return made(x * 2)[0] * 1
+
+    made = eager_break_during_capture(lambda h: (h + 1, items[1]), name="made")
+    backend.check(model, [backend.tensor(3)], "geg")

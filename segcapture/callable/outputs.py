@@ -13,7 +13,7 @@ from segcapture.capture import BreakableCUDAGraphCapture
 from segcapture.errors import CaptureFailedError, OutputMismatchError
 from segcapture.writeback.ownership import storage_id
 from segcapture.writeback.reading import Reader
-from segcapture.writeback.structure import is_plain_object, walk
+from segcapture.writeback.structure import children, is_plain_object, walk
 
 
 class Outputs:
@@ -58,6 +58,8 @@ class Outputs:
         nodes = walk(out)
         tensors = {i: node.value for i, node in enumerate(nodes) if isinstance(node.value, torch.Tensor)}
         self._leaves = {index: weakref.ref(tensor) for index, tensor in tensors.items()}
+        plain = {i: node for i, node in enumerate(nodes) if not node.container and i not in tensors}
+        self._plain = {index: node.in_object for index, node in plain.items()}
         self._read = Reader(nodes, "The function") if capture.num_eager_breaks else None
 
     @property
@@ -112,9 +114,9 @@ class Outputs:
             found = self._read(self.out)
         except OutputMismatchError:
             return False
-        return all(
-            self._leaves[i]() is value if i in self._leaves else not isinstance(value, torch.Tensor)
-            for i, value in enumerate(found)
+        return all(leaf() is found[i] for i, leaf in self._leaves.items()) and not any(
+            isinstance(found[i], torch.Tensor) or children(found[i], in_object) is not None
+            for i, in_object in self._plain.items()
         )
 
     def _copies(self, length: int) -> list[torch.Tensor]:

@@ -66,10 +66,13 @@ def fresh_nodes(nodes: list[Node], arguments: Iterable[torch.Tensor]) -> set[int
     sole = {key: count <= expected[key] for key, count in zip(index_of, counts, strict=True)}
     del objects
 
-    owned: dict[int, bool] = {}
-    for index, node in enumerate(nodes):
-        above = node.parent < 0 or owned[node.parent]
-        owned[index] = above and sole[id(node.value)] and _has_own_attributes(node)
+    owned = [sole[id(node.value)] and _has_own_attributes(node) for node in nodes]
+    lost = [0]
+    while lost:  # what stands in a container that others own is theirs, wherever else it stands
+        places = [(i if node.same_as < 0 else node.same_as, node.parent) for i, node in enumerate(nodes)]
+        lost = [i for i, parent in places if owned[i] and parent >= 0 and not owned[parent]]
+        for index in lost:
+            owned[index] = False
     argument_storages = {storage_id(t) for t in arguments if t.layout is torch.strided}
 
     by_storage: dict[int, list[int]] = {}

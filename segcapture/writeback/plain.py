@@ -8,7 +8,7 @@ import torch
 from segcapture.errors import FrozenValueWarning, OutputMismatchError
 from segcapture.source import warn
 from segcapture.writeback.reading import other_kind
-from segcapture.writeback.structure import Node, children, has_item, set_item
+from segcapture.writeback.structure import Node, children, get_item, has_item, set_item
 
 
 @attrs.define(eq=False)
@@ -47,6 +47,7 @@ class Plain:
                     f"has become longer or shorter since, so its place is not known. Return a tuple."
                 )
             if has_item(captured, self.node.key):  # else the captured code has taken it out
+                self._check_place(get_item(captured, self.node.key), where)
                 set_item(captured, self.node.key, new)
             self.node.value = new
         elif not self.warned and not _equal(old, new):
@@ -56,6 +57,14 @@ class Plain:
                 f"were recorded for the old value. Return it as a tensor, or in a new list, dict or object "
                 f"that a later eager segment reads.",
                 FrozenValueWarning,
+            )
+
+    def _check_place(self, now: Any, where: str) -> None:
+        if isinstance(now, torch.Tensor) or children(now, self.node.in_object) is not None:
+            raise OutputMismatchError(
+                f"{where} returned a new value at `{self.node.path}`, where other code has put a "
+                f"{type(now).__qualname__} since: it would be overwritten. Return a tuple, or put that "
+                f"elsewhere."
             )
 
 

@@ -193,7 +193,7 @@ def plan(
 def _receive(nodes: list[Node], bridges: dict[int, torch.Tensor], where: str) -> Any:
     """What the model code receives: the output with bridges in the places of fresh leaves."""
     try:
-        root = replace_items(nodes, dict(bridges))
+        root = replace_items(nodes, bridges)
     except Exception as error:
         raise CaptureFailedError(
             f"{where} returned a container or object that does not take a new tensor in the place of its "

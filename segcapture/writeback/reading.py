@@ -28,6 +28,7 @@ class Reader:
             if node.container and node.same_as < 0
         ]
         self._twice = [(i, node.same_as, node.path) for i, node in enumerate(nodes) if node.same_as >= 0]
+        self._apart = [i for i, _ in self._containers if not isinstance(nodes[i].value, tuple)]
 
     def __call__(self, out: Any) -> list[Any]:
         """The value of each node, in the order of the walk.
@@ -43,6 +44,8 @@ class Reader:
                 raise _mismatch(
                     self._where, f"another structure: two objects, and one at capture, at `{path}`"
                 )
+        if len({id(values[i]) for i in self._apart}) < len(self._apart):
+            raise _mismatch(self._where, "another structure: one container in two places, and two at capture")
         return values
 
 
@@ -81,13 +84,14 @@ def _other_items(where: str, before: Mapping[Any, str], now: Mapping[Any, str]) 
     missing = [f"no `{path}`" for key, path in before.items() if key not in now]
     added = [f"an additional `{path}`" for key, path in now.items() if key not in before]
     what = " and ".join([*missing[:1], *added[:1]])
-    return _mismatch(where, f"{what}: {len(before)} items there at capture, {len(now)} now")
+    counts = f"{len(before)} items there at capture, {len(now)} now; padding keeps a length"
+    return _mismatch(where, f"{what}: {counts}")
 
 
 def _mismatch(where: str, what: str) -> OutputMismatchError:
     return OutputMismatchError(
         f"{where} returned {what}. The structure of an output is fixed at capture: return the same one each "
-        f"time (pad it to one length, say), or capture again."
+        f"time, or capture again."
     )
 
 

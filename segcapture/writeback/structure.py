@@ -9,7 +9,7 @@ import dataclasses
 import enum
 import json
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attr
@@ -52,7 +52,7 @@ class Node:
     """Whether it is inside of a plain object, where others of its kind are leaves."""
     container: bool = False
     same_as: int = -1
-    """Index of the node where this very container was met first (cycles, one list twice)."""
+    """Index of the node at which this very container is walked (cycles, one list twice)."""
     inside: range = range(0)
     """Indices of a container's contents."""
 
@@ -70,6 +70,9 @@ def walk(root: Any) -> list[Node]:
             node.inside = range(len(nodes), len(nodes) + len(content))
             within = node.in_object or is_plain_object(node.value)
             nodes += [Node(node.path + suffix, index, key, item, within) for key, suffix, item in content]
+    for node in nodes:
+        if not node.container and id(node.value) in seen:  # in an object, and outside of one further down
+            node.same_as, node.container = seen[id(node.value)], True
     return nodes
 
 
@@ -109,8 +112,8 @@ def is_plain_object(value: Any) -> bool:
     )
 
 
-def replace_items(nodes: list[Node], new: dict[int, Any], index: int = 0) -> Any:
-    """The value at a node with those of `new`, by their index, in their places below it.
+def replace_items(nodes: list[Node], new: Mapping[int, Any]) -> Any:
+    """The root with the values of `new`, by the index of their nodes, in their places.
 
     Mutable containers and records change in place (a frozen record too: it was made by the function
     a moment ago, and nobody else has seen it); tuples are rebuilt as what they are.
@@ -118,28 +121,28 @@ def replace_items(nodes: list[Node], new: dict[int, Any], index: int = 0) -> Any
     Raises:
         TypeError: a tuple to rebuild is in itself, through another container.
     """
-    if not new:
-        return nodes[index].value
+    return _replaced(nodes, dict(new), set(), 0) if new else nodes[0].value
+
+
+# A function of the module: a recursive closure is a reference cycle, which would keep the output alive.
+def _replaced(nodes: list[Node], done: dict[int, Any], met: set[int], index: int) -> Any:
     if nodes[index].same_as >= 0:
         index = nodes[index].same_as
+    if index in done:
+        met.add(index)
+        return done[index]
     node = nodes[index]
-    if index in new:
-        if new[index] is _UNDER_WAY:
-            raise TypeError(f"the {type(node.value).__qualname__} at `{node.path}` is in itself")
-        return new[index]
-    is_tuple = isinstance(node.value, tuple)
-    new[index] = _UNDER_WAY if is_tuple else node.value
-    items = [replace_items(nodes, new, i) for i in node.inside]
+    done[index] = node.value  # before its contents, which may hold it
+    items = [_replaced(nodes, done, met, i) for i in node.inside]
     changed = [i for i, item in zip(node.inside, items, strict=True) if item is not nodes[i].value]
-    if is_tuple:
-        new[index] = tuple_like(node.value, items) if changed else node.value
-    else:
+    if not isinstance(node.value, tuple):
         for i in changed:
             set_item(node.value, nodes[i].key, items[i - node.inside.start])
-    return new[index]
-
-
-_UNDER_WAY = object()
+    elif changed:
+        if index in met:
+            raise TypeError(f"the {type(node.value).__qualname__} at `{node.path}` is in itself")
+        done[index] = tuple_like(node.value, items)
+    return done[index]
 
 
 def rebuild(value: Any, replace: Callable[[Any], Any]) -> Any:
@@ -187,6 +190,11 @@ def has_item(container: Any, key: Any) -> bool:
     return key in container if isinstance(container, dict) else hasattr(container, key)
 
 
+def get_item(container: Any, key: Any) -> Any:
+    """One item of a mutable container or record."""
+    return container[key] if isinstance(container, list | dict) else getattr(container, key)
+
+
 def set_item(container: Any, key: Any, value: Any) -> None:
     """Replace one item of a mutable container or record."""
     if isinstance(container, list | dict):
@@ -206,16 +214,20 @@ def _record_fields(value: Any) -> Iterator[str]:
     return (field.name for field in attr.fields(type(value)))
 
 
-def _object_fields(value: Any) -> Iterator[str]:
+def _object_fields(value: Any) -> Iterable[str]:
+    names = [name for name in getattr(value, "__dict__", ()) if name != HELD]
+    return dict.fromkeys([*_slots(value), *names])  # a slot may be declared again
+
+
+def _slots(value: Any) -> Iterator[str]:
     for base in type(value).__mro__[:-1]:
         slots = vars(base).get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
             if name not in ("__dict__", "__weakref__"):
                 yield f"_{base.__name__.lstrip('_')}{name}" if name.startswith("__") else name
-    yield from [name for name in getattr(value, "__dict__", ()) if name != HELD]
 
 
-def _attributes(value: Any, names: Iterator[str]) -> list[Child]:
+def _attributes(value: Any, names: Iterable[str]) -> list[Child]:
     missing = object()
     found = ((name, getattr(value, name, missing)) for name in names)
     return [(name, f".{name}", item) for name, item in found if item is not missing]
