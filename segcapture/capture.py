@@ -107,10 +107,10 @@ class BreakableCUDAGraphCapture(Inspection):
         )
         self._recording: Recording | None = None
         self._reason = ""
-        self._clear(_Status.NEW)
+        self._clear()
 
-    def _clear(self, status: _Status) -> None:
-        self._status = status
+    def _clear(self) -> None:
+        self._status = _Status.NEW
         self._segments: tuple[Segment, ...] = ()
         self._replayer: Callable[[], None] | None = None
         self._guard: Guard | None = None
@@ -268,7 +268,7 @@ class BreakableCUDAGraphCapture(Inspection):
         """
         if self._status is _Status.CAPTURING:
             raise CaptureStateError(f"{self._title()} is capturing: leave the `with` block before reset().")
-        self._clear(_Status.NEW)
+        self._clear()
 
     def invalidate(self, reason: str) -> None:
         """Let `replay` refuse with this reason until `reset()`: what was captured has been moved, say."""
@@ -296,7 +296,6 @@ class BreakableCUDAGraphCapture(Inspection):
             _Status.NEW: "Capture first: `with BreakableCUDAGraphCapture() as g: ...`.",
             _Status.CAPTURING: "Leave the `with` block first.",
             _Status.FAILED: "Call reset() and capture again, or make a new one.",
-            _Status.READY: "",
             _Status.INVALID: f"The reason: {self._reason}. Call reset() and capture again.",
         }[self._status]
         return CaptureStateError(

@@ -12,10 +12,12 @@ class CaptureStateError(SegcaptureError):
 class CaptureFailedError(SegcaptureError):
     """Something in the `with` block cannot be captured."""
 
-    operator: str = ""
-    """Name of the operator that was refused, if one was."""
-    reason: str = ""
-    """Why it was."""
+    def __init__(self, message: str, *, operator: str = "", reason: str = "") -> None:
+        super().__init__(message)
+        self.operator = operator
+        """Name of the operator that was refused, if one was."""
+        self.reason = reason
+        """Why it was."""
 
 
 class OutputMismatchError(SegcaptureError):

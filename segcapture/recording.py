@@ -16,7 +16,7 @@ from segcapture.segments import EagerSegment, GraphSegment, Segment
 from segcapture.source import location, raised_at
 from segcapture.state import state
 from segcapture.writeback.plan import plan
-from segcapture.writeback.structure import tensors_in, walk
+from segcapture.writeback.structure import walk
 
 if TYPE_CHECKING:
     from segcapture.inspection.checks import Checks
@@ -54,9 +54,7 @@ class Recording:
         """What replays must check, under `check=True`."""
         self._opened = ("start", "?")
         self._doing = "the first segment"
-        """The segment that is being captured, in words."""
-        self._complete = False
-        """Whether the last segment has ended."""
+        """The segment that is being captured, in words; empty when the last one has ended."""
         self._stack = ExitStack()
 
     @property
@@ -90,7 +88,7 @@ class Recording:
     def finish(self) -> None:
         """End the last segment, and compare with what was asked for."""
         self._close_segment()
-        self._complete = True
+        self._doing = ""
         self._options.operator_breaks.check_all_matched()
         self._options.check_all_called(self._called)
         if self._checks is not None:
@@ -109,7 +107,7 @@ class Recording:
                 raise
             trouble.append(f"{type(at_close).__name__}: {at_close}")
         if failure is not None:
-            if failure is not self.failure and not self._complete:
+            if failure is not self.failure and self._doing:
                 self._note(failure, f"{self._doing} could not be captured")
             for text in trouble:
                 failure.add_note(f"segcapture: while cleaning up: {text}")
@@ -219,13 +217,13 @@ class Recording:
             self._ambient = Ambient.current(backend.device)
         ambient = self._ambient.below_autograd() if below_autograd else self._ambient
         now_args, now_kwargs = resolve(args, kwargs)
-        arguments = list(tensors_in(*now_args, *now_kwargs.values()))
+        given = [node for value in (*now_args, *now_kwargs.values()) for node in walk(value)]
+        given = [node for node in given if isinstance(node.value, torch.Tensor)]  # holds no containers
+        arguments = [node.value for node in given]
         check_grad = ambient.grad and not below_autograd
         if check_grad:
             # An object, an optimizer say, is passed as itself.
-            given = [node for value in (*now_args, *now_kwargs.values()) for node in walk(value)]
             _refuse_grad((node.value for node in given if not node.in_object), f"{where} has an argument")
-            del given
         kept: dict[int, torch.Tensor] = {}
         call = Call.record(fn, args, kwargs, backend.argument, kept)
         self._calls.append(call)

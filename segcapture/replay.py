@@ -120,7 +120,7 @@ def base_ambient(segments: Sequence[Segment]) -> Ambient | None:
 
 
 def under(base: Ambient | None, run: Callable[[], None]) -> Callable[[], None]:
-    """`run` in an ambient state; None where it makes no difference."""
+    """`run` in an ambient state; as it is where `base` is None, as it makes no difference."""
     if base is None:
         return run
 

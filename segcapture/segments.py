@@ -13,8 +13,9 @@ from segcapture.writeback.plan import Writeback
 class Graph(Protocol):
     """What a backend makes of the operations between two breaks."""
 
-    operations: int
-    """Number of nodes of the CUDA graph, or of operators on the tape."""
+    @property
+    def operations(self) -> int:
+        """Number of nodes of the CUDA graph (-1: not known), or of operators on the tape."""
 
     def nodes(self) -> list[tuple[str, str]]:
         """Kind and name of each node: of kernels the demangled name, of operators theirs."""

@@ -71,6 +71,37 @@ def test_a_capture_inside_of_autocast_replays_outside_of_it(backend):
 
 
 @pytest.mark.multi_gpu
+def test_side_streams_at_a_break_that_is_called_on_another_device(cuda):
+    """They are ordered with the stream of the replay, not with one of the device that is current."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+    side = torch.cuda.Stream(0)
+    x, counter = torch.ones(1 << 20, device="cuda:0"), torch.zeros(1, device="cuda:0")
+
+    @eager_break_during_capture
+    def there(t):
+        with torch.cuda.device(0), torch.cuda.stream(side):
+            torch.cuda._sleep(20_000_000)
+            return t + 1
+
+    with torch.no_grad(), BreakableCUDAGraphCapture(device=0) as g:
+        main = torch.cuda.current_stream()
+        y = x * 2
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            counter.add_(1)
+        with torch.cuda.device(1):
+            z = there(y)
+        main.wait_stream(side)
+        out = z * 3
+    for value in (2.0, 3.0, 4.0):
+        x.fill_(value)
+        g.replay()
+        torch.cuda.current_stream(0).synchronize()
+        assert out[:4].tolist() == [(value * 2 + 1) * 3] * 4
+
+
+@pytest.mark.multi_gpu
 def test_a_break_called_while_another_device_is_current(cuda):
     """It runs there at each replay, whatever device the replay is called on, other segments on theirs."""
     if torch.cuda.device_count() < 2:

@@ -720,3 +720,22 @@ def test_a_tuple_in_itself_without_new_tensors(backend):
 
     made = eager_break_during_capture(lambda h: (h + 1, items[1]), name="made")
     backend.check(model, [backend.tensor(3)], "geg")
+
+
+def test_a_value_that_becomes_an_object_from_elsewhere_in_the_output(backend):
+    """It was None at capture: the structure is another one."""
+    shared = [False]
+
+    def make(x):
+        inner, outer = Box(), Box()
+        inner.t, outer.child = x + 1, inner if shared[0] else None
+        return {"inner": inner, "outer": outer}
+
+    x = backend.tensor(3)
+    with torch.no_grad(), backend.capture() as g:
+        out = g.add_eager(make, x * 2)
+    g.replay()
+    shared[0] = True
+    with pytest.raises(OutputMismatchError, match=r"child`, found a Box"):
+        g.replay()
+    assert out["outer"].child is None

@@ -38,6 +38,7 @@ NAME_CUDA = {
     "kernels.py",
     "nvtx.py",
     "graphs.py",
+    "turns.py",
 }
 
 

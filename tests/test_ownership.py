@@ -13,7 +13,8 @@ import pytest
 import torch
 from transformers.utils import ModelOutput
 
-from segcapture.writeback.ownership import fresh_nodes, own_alias, owned_by_us_alone, tensors_on_storage
+from segcapture.writeback.aliases import own_alias
+from segcapture.writeback.ownership import fresh_nodes, owned_by_us_alone, tensors_on_storage
 from segcapture.writeback.structure import walk
 
 

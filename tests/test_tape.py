@@ -5,8 +5,10 @@ Both tables run on every backend, so that CUDA itself says whether the tape is r
 
 import contextlib
 import copy
+import gc
 import io
 import sys
+import weakref
 from types import SimpleNamespace
 
 import attrs
@@ -656,3 +658,56 @@ def test_memory_that_was_made_empty_belongs_to_the_capture(emulated):
     owned = {storage.data_ptr() for storage in g.storages()}
     assert {y.data_ptr(), z.data_ptr()} <= owned
     assert x.data_ptr() not in owned
+
+
+def test_memory_of_the_user_is_never_the_captures(emulated):
+    """Also where it has the identity of a storage that died in the capture."""
+    for _ in range(30):
+        made = []
+
+        def make():
+            made.append(torch.ones(64))  # noqa: B023  (called in this round)
+
+        with torch.no_grad(), emulated.capture() as g:
+            for _ in range(8):
+                torch.empty(64)
+            g.add_eager(make)
+            g.add_eager(len, made[0])
+        kept = g.segments[-1].call.args[0]
+        assert kept is made[0]
+        assert made[0].data_ptr() not in {storage.data_ptr() for storage in g.storages()}
+
+
+def test_a_refusal_that_the_block_caught(emulated):
+    """It says so at the next boundary, as a CUDA capture does that was made invalid."""
+    x = emulated.tensor(4)
+    for refused in (lambda t: t.sum().item(), lambda t: t[t > 0], copy.deepcopy):
+        with torch.no_grad(), pytest.raises(CaptureFailedError, match="its exception was caught"):
+            with emulated.capture():
+                with contextlib.suppress(CaptureFailedError):
+                    refused(x * 2)
+                x.add_(1)
+    emulated.check(lambda t: t * 2, [x], "g")
+
+
+def test_a_refusal_keeps_nothing_alive(emulated):
+    """Once its exception is gone, without the collector."""
+    x = emulated.tensor(4)
+
+    def refuse():
+        with torch.no_grad(), emulated.capture() as g:
+            alive.append(weakref.ref(g))
+            (x * 2).sum().item()
+
+    alive = []
+    for _ in range(2):  # torch itself keeps the frames of the first one
+        gc.collect()
+        gc.disable()
+        try:
+            with pytest.raises(CaptureFailedError) as caught:
+                refuse()
+            del caught
+            found = alive.pop()()
+        finally:
+            gc.enable()
+    assert found is None

@@ -1,6 +1,6 @@
 """What a capture asks of a backend."""
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -10,15 +10,15 @@ import torch
 
 from segcapture.replay import Watch
 from segcapture.segments import Graph, Segment
+from segcapture.writeback.bridges import Memory
 
 
-class Backend(ABC):
-    """One capture on one device. Methods are called in the order in which they stand here.
+class Backend(Memory):
+    """One capture on one device.
 
     What is not abstract has nothing to do where there are neither streams nor a pool.
     """
 
-    device: torch.device
     forks: tuple[Any, ...] = ()
     """Side streams whose order with the main one crosses a break that comes now, after `end`."""
     side_stream: Any = None
@@ -65,21 +65,9 @@ class Backend(ABC):
     def returned(self) -> None:
         """The function has returned: wait for whoever still borrows its output, before owners are counted."""
 
-    @abstractmethod
-    def allocate(self, nbytes: int, device: torch.device) -> torch.UntypedStorage:
-        """Memory of the pool, or plain memory of another device."""
-
-    def alias(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """A non-owning alias of memory of the pool, or None for a tensor that must be kept strongly."""
-        return None
-
     def is_alias(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor came from `alias`, and keeps no memory."""
         return False
-
-    @abstractmethod
-    def wait_for_host_copies(self) -> None:
-        """Wait until all that was started is done, copies to the host among it."""
 
     @abstractmethod
     def abort(self) -> list[str]:

@@ -116,6 +116,7 @@ class CudaBackend(Backend):
                     yield
                 finally:
                     del self._now
+                    self.forks, self.side_stream = (), None
 
     def begin(self) -> None:
         """Begin the capture of a CUDA graph, and fork the side streams into it again."""

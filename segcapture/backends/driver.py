@@ -74,7 +74,9 @@ class Driver:
     def create_stream(self) -> torch.cuda.Stream:
         """A non-blocking stream that nobody else can get: here as long as less than 32 are used."""
         stream = torch.cuda.Stream()
-        self._bytes.setdefault(stream.device_index, torch.zeros(1, dtype=torch.uint8, device=stream.device))
+        with torch.inference_mode(False):
+            byte = torch.zeros(1, dtype=torch.uint8, device=stream.device)
+        self._bytes.setdefault(stream.device_index, byte)
         return stream
 
     def is_valid(self, raw: int) -> bool:

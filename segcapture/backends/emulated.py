@@ -12,6 +12,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from segcapture.backends.base import Backend
@@ -27,7 +28,7 @@ from segcapture.operators.watching import Call, watching
 from segcapture.replay import Program, Watch, base_ambient, under
 from segcapture.segments import EagerSegment, GraphSegment, Segment
 from segcapture.source import location
-from segcapture.writeback.ownership import own_alias, shows_memory_alone, storage_id
+from segcapture.writeback.aliases import own_alias, shows_memory_alone, storage_id
 
 
 class EmulatedBackend(Backend):
@@ -47,14 +48,16 @@ class EmulatedBackend(Backend):
         self.device = device
         self._tape: Tape | None = None
         """None: operators just run."""
-        self._made: set[int] = set()
-        """Identities of the storages that came up in graph segments, or as bridges: they all live on."""
+        self._made: dict[int, StorageWeakRef] = {}
+        """By identity, the storages of graph segments and bridges. While it is held, no other has it."""
         self._borrowed: list[weakref.ref[torch.Tensor]] = []
         """What was given to collectives while they just ran."""
         self._trusted = False
         """Whether CUDA captures the function that runs now, though the CPU reads values in it."""
         self._running = False
         """Whether an operator that goes on the tape runs right now."""
+        self._refused = ""
+        """What was refused in this segment."""
 
     def storages(self, segments: Sequence[Segment]) -> list[torch.UntypedStorage]:
         """What the operators on the tapes made, and the bridges."""
@@ -74,10 +77,16 @@ class EmulatedBackend(Backend):
 
     def begin(self) -> None:
         """Begin a tape."""
-        self._tape = Tape()
+        self._tape, self._refused = Tape(), ""
 
     def end(self) -> Tape | None:
         """End it. The operators have run already."""
+        if self._refused:
+            raise CaptureFailedError(
+                f"`{self._refused}` was refused in this segment, and its exception was caught in the `with` "
+                f"block. Move it, with what uses its value, into a function marked "
+                f"`@eager_break_during_capture` that returns tensors of fixed shapes."
+            )
         tape, self._tape = self._tape, None
         if tape is None:
             return None
@@ -97,7 +106,7 @@ class EmulatedBackend(Backend):
     def allocate(self, nbytes: int, device: torch.device) -> torch.UntypedStorage:
         """Plain memory."""
         storage = torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage()
-        self._made.add(storage._cdata)
+        self._made[storage._cdata] = StorageWeakRef(storage)
         return storage
 
     def argument(self, tensor: torch.Tensor) -> torch.Tensor | None:
@@ -135,12 +144,22 @@ class EmulatedBackend(Backend):
     def _function(self, func: Any, args: Any, kwargs: Any, call: Call) -> Any:
         if self._tape is None:
             return call()
-        check_function(func, args, kwargs, self.device)
+        with self._refusals_noted():
+            check_function(func, args, kwargs, self.device)
         self._trusted = is_stricter_on_cpu(func, args, kwargs)
         try:
             return call()
         finally:
             self._trusted = False
+
+    @contextmanager
+    def _refusals_noted(self) -> Iterator[None]:
+        """A CUDA capture would be invalid from here on."""
+        try:
+            yield
+        except CaptureFailedError as error:
+            self._refused = error.operator
+            raise
 
     def _operator(self, func: Any, args: Any, kwargs: Any, call: Call) -> Any:
         if is_composite(func):
@@ -156,7 +175,8 @@ class EmulatedBackend(Backend):
         """Run an operator and write it on the tape."""
         # On other devices CUDA would not mind.
         if not self._trusted and any(t.device == self.device for t in tensor_leaves(args, kwargs)):
-            check_operator(func, args, kwargs)
+            with self._refusals_noted():
+                check_operator(func, args, kwargs)
         # Aliases, since code may change the shape of a tensor object in place later.
         kept = tree_map_only(torch.Tensor, _alias, (args, kwargs))
         started = tape.start(func) if has_work(func) else None
@@ -177,7 +197,8 @@ class EmulatedBackend(Backend):
         given = {storage_id(t) for t in tensor_leaves(args, kwargs) if _has_storage(t)}
         results = {i: leaf for i, leaf in enumerate(tree_leaves(out)) if isinstance(leaf, torch.Tensor)}
         fresh = {i: t for i, t in results.items() if not (_has_storage(t) and storage_id(t) in given)}
-        self._made.update(storage_id(t) for t in fresh.values() if _has_storage(t))
+        made = [tensor.untyped_storage() for tensor in fresh.values() if _has_storage(tensor)]
+        self._made.update((storage._cdata, StorageWeakRef(storage)) for storage in made)
         if not _has_effect(func):
             return out
         if not all(map(_has_storage, fresh.values())):

@@ -2,7 +2,7 @@
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -152,25 +152,3 @@ def free_lane(device: torch.device) -> Lane:
             lane = Lane(get_driver().create_stream(), on_offer=True)
         _lanes[device.index, lane.stream.cuda_stream] = lane
         return lane
-
-
-_turns: dict[tuple[int, int | None], threading.RLock] = {}
-
-
-def turns(
-    device: torch.device | None, stream: torch.cuda.Stream | None, *, emulated: bool
-) -> Callable[[], AbstractContextManager[Any]]:
-    """What served functions enter before their own locks: those on one lane take turns anyway.
-
-    Else two that call each other from two threads, one in an eager function of the other, would wait for each
-    other for ever: one for the lane, and one for the other's lock.
-    """
-    if emulated or not torch.cuda.is_available() or (device is not None and device.type == "cpu"):
-        return nullcontext
-
-    def turn() -> AbstractContextManager[Any]:
-        index = torch.cuda.current_device() if device is None or device.index is None else device.index
-        key = (index, None if stream is None else stream.cuda_stream)
-        return _turns.get(key) or _turns.setdefault(key, threading.RLock())
-
-    return turn

@@ -56,7 +56,7 @@ def across(segment: EagerSegment) -> Around | None:
 
     def around(call: Callable[[], Any], store: Callable[[Any], None]) -> Callable[[], None]:
         def ordered_call() -> None:
-            main = torch.cuda.current_stream()
+            main = torch.cuda.current_stream(segment.forks[0].device)  # the function's may be another one
             with ordered(main, segment.forks), torch.cuda.stream(segment.stream):
                 out = call()
                 wait_for_all((*segment.forks, main), main.device)

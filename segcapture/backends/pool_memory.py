@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from segcapture.writeback.layouts import unbridgeable
-from segcapture.writeback.ownership import shows_memory_alone
+from segcapture.writeback.aliases import shows_memory_alone
+from segcapture.writeback.memory import unbridgeable
 
 PoolId = Any  # (int, int): torch's stubs make a type of their own of it
 

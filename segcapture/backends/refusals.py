@@ -80,7 +80,8 @@ def check_function(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], dev
     if name == "__deepcopy__":
         raise CaptureFailedError(
             f"`Tensor.__deepcopy__` at {location()} copies memory past the operators that the tape records "
-            f"(a CUDA graph would hold it). Write `.clone()`."
+            f"(a CUDA graph would hold it). Write `.clone()`.",
+            operator="Tensor.__deepcopy__",
         )
     value = args[-1] if len(args) > 2 else kwargs.get("value")
     if isinstance(value, torch.Tensor) and value.device == device:
@@ -140,9 +141,9 @@ def _is_masked_fill(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def _refuse(name: str, reason: str) -> None:
-    error = CaptureFailedError(
+    raise CaptureFailedError(
         f"`{name}` {reason} at {location()}: {CUDA_WORDS}. Move it, with what uses its value, into a "
-        f"function marked `@eager_break_during_capture` that returns tensors of fixed shapes."
+        f"function marked `@eager_break_during_capture` that returns tensors of fixed shapes.",
+        operator=name,
+        reason=reason,
     )
-    error.operator, error.reason = name, reason
-    raise error

@@ -13,8 +13,8 @@ from segcapture.backends.works import LOOK_EVERY, Started
 from segcapture.errors import CaptureFailedError
 from segcapture.operators.composites import names_of, tensor_leaves
 from segcapture.source import location
+from segcapture.writeback.aliases import storage_id
 from segcapture.writeback.memory import copy_into
-from segcapture.writeback.ownership import storage_id
 
 
 class Tape:
@@ -24,7 +24,6 @@ class Tape:
         self._entries: list[Entry] = []
         self._started: list[Started] = []
         self._closed = False
-        self.operations = 0
 
     def __del__(self) -> None:
         # What may be the last reference to a process group dies with the entries. torch then joins the
@@ -35,7 +34,11 @@ class Tape:
     def add(self, entry: "Entry") -> None:
         """Append one recorded operator."""
         self._entries.append(entry)
-        self.operations += 1
+
+    @property
+    def operations(self) -> int:
+        """Number of operators."""
+        return len(self._entries)
 
     def start(self, func: Any) -> Started:
         """A collective that the code, or else the end of the tape, waits for."""

@@ -20,7 +20,7 @@ from segcapture.callable.signature import (
 )
 from segcapture.callable.weights import Weights, modules_in, modules_of, training_flags, with_children
 from segcapture.errors import CaptureFailedError
-from segcapture.writeback.ownership import storage_id
+from segcapture.writeback.aliases import storage_id
 
 
 @attrs.define(eq=False, kw_only=True)  # frozen would take 1 us more for each call

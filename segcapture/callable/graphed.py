@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from segcapture.backends.driver import is_captured
-from segcapture.backends.lanes import turns
+from segcapture.backends.turns import turns
 from segcapture.callable.binding import bound_to
 from segcapture.callable.buckets import Bucket
 from segcapture.callable.calls import Call, Reader, TooLongError, check_function

@@ -11,6 +11,7 @@ from segcapture.callable.buckets import Padded, pad, pad_into
 from segcapture.callable.calls import Call
 from segcapture.callable.signature import Share, has_grad, overlap
 from segcapture.errors import CaptureFailedError
+from segcapture.writeback.aliases import storage_id
 from segcapture.writeback.memory import (
     byte_range,
     copy_into,
@@ -19,7 +20,6 @@ from segcapture.writeback.memory import (
     same_bits,
     without_repeats,
 )
-from segcapture.writeback.ownership import storage_id
 
 Give = functools.partial[torch.Tensor]
 """From the tensors of a call to one that it gets back; its first argument is that one's position."""

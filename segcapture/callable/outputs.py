@@ -11,7 +11,7 @@ from segcapture.callable.inputs import Give, StaticInputs
 from segcapture.callable.trees import copy_tree, template
 from segcapture.capture import BreakableCUDAGraphCapture
 from segcapture.errors import CaptureFailedError, OutputMismatchError
-from segcapture.writeback.ownership import storage_id
+from segcapture.writeback.aliases import storage_id
 from segcapture.writeback.reading import Reader
 from segcapture.writeback.structure import children, is_plain_object, walk
 

@@ -10,9 +10,8 @@ import torch
 from segcapture.callable.buckets import Padded
 from segcapture.callable.weights import training_flags, with_children
 from segcapture.errors import CaptureFailedError
-from segcapture.writeback.layouts import unbridgeable
-from segcapture.writeback.memory import byte_range
-from segcapture.writeback.ownership import storage_id
+from segcapture.writeback.aliases import storage_id
+from segcapture.writeback.memory import byte_range, unbridgeable
 from segcapture.writeback.structure import Child, Node, attributes_besides, children, is_plain_object, walk
 
 PLAIN = frozenset((bool, int, str, bytes, NoneType, torch.dtype, torch.device, torch.Size))

@@ -22,7 +22,7 @@ from segcapture.operators.compiled import uncompiled
 from segcapture.operators.composites import has_own_dispatch, names_of
 from segcapture.segments import Segment
 from segcapture.source import location
-from segcapture.writeback.ownership import storage_id
+from segcapture.writeback.aliases import storage_id
 from segcapture.writeback.structure import Node
 
 _ADVICE = "Return it from the function, or make it before the capture and write to it in place."

@@ -8,7 +8,7 @@ import torch
 from segcapture.inspection.table import aligned, size, title
 from segcapture.segments import EagerSegment, Segment
 from segcapture.source import short
-from segcapture.writeback.ownership import storage_id
+from segcapture.writeback.aliases import storage_id
 from segcapture.writeback.structure import tensors_in
 
 if TYPE_CHECKING:

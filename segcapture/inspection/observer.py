@@ -1,6 +1,5 @@
 """An eager run in which breaks are seen: what stands in for a recording while nothing is captured."""
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -34,7 +33,6 @@ class Observer:
         """The capture, for `BreakableCUDAGraphCapture.current()`; None if there is none."""
         self.inside_eager = False
         """Whether the function of a break is running right now."""
-        self.thread = threading.get_ident()
         self._breaks_at = breaks_at
         self._listener = listener
         self._full = full

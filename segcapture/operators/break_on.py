@@ -60,8 +60,8 @@ class OperatorBreaks:
         """The name to break under, or None."""
         packet, overload = names_of(func)
         self._seen.add(packet)
-        names = [packet, f"{packet}.{overload}"]
-        matched = {pattern for pattern in self._patterns if fnmatch.filter(names, pattern)}
+        names = (packet, f"{packet}.{overload}")
+        matched = {p for p in self._patterns if any(fnmatch.fnmatchcase(name, p) for name in names)}
         self._unmatched -= matched
         return packet if matched else None
 

@@ -1,30 +1,33 @@
 """Bridges: tensors at a fixed address in the pool that carry eager outputs to later segments."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
 
 import attrs
 import torch
 
+from segcapture.writeback.aliases import own_alias
 from segcapture.writeback.memory import byte_range, copy_into, place_on
-from segcapture.writeback.ownership import own_alias
 
 _ALIGNMENT = 256  # bytes; what the CUDA allocator's blocks have, and vectorised kernels may ask for
 
 
-class Memory(Protocol):
+class Memory(ABC):
     """Where bridges live, and which tensors need no owner (a part of the backend)."""
 
     device: torch.device
 
+    @abstractmethod
     def allocate(self, nbytes: int, device: torch.device) -> torch.UntypedStorage:
         """Memory of the pool, or plain memory of another device."""
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """A non-owning alias, or None for a tensor that must be kept strongly."""
+        """A non-owning alias of memory of the pool, or None for a tensor that must be kept strongly."""
+        return None
 
+    @abstractmethod
     def wait_for_host_copies(self) -> None:
-        """Wait until copies to the host that an eager function started are there."""
+        """Wait until all that was started is done, copies to the host among it."""
 
 
 @attrs.frozen(eq=False)

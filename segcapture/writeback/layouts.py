@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from segcapture.errors import OutputMismatchError
-from segcapture.writeback.memory import has_repeats, repeats_alike, same_bits
+from segcapture.writeback.memory import has_repeats, repeats_alike, same_bits, unbridgeable
 
 _storage_offset = torch.Tensor.storage_offset
 
@@ -139,15 +139,6 @@ def _same_view(tensor: torch.Tensor, captured: torch.Tensor) -> bool:
 
 def _how(shared: bool) -> str:
     return "views of one memory" if shared else "separate tensors"
-
-
-def unbridgeable(tensor: torch.Tensor) -> str:
-    """What a tensor is that a block of memory cannot carry, or an empty string."""
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-        return type(tensor).__qualname__
-    if tensor.layout is not torch.strided:
-        return f"{tensor.layout} tensor"
-    return "nested tensor" if tensor.is_nested else "quantized tensor" if tensor.is_quantized else ""
 
 
 def _layout(tensor: torch.Tensor) -> str:

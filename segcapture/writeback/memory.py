@@ -1,10 +1,19 @@
-"""Tensors as byte ranges of a storage: aliases that own nothing, and copies that skip repeats."""
+"""Tensors as byte ranges of a storage: which are alike, and copies that skip repeats."""
 
 import contextlib
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+
+
+def unbridgeable(tensor: torch.Tensor) -> str:
+    """What a tensor is that a block of memory cannot carry, or an empty string."""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        return type(tensor).__qualname__
+    if tensor.layout is not torch.strided:
+        return f"{tensor.layout} tensor"
+    return "nested tensor" if tensor.is_nested else "quantized tensor" if tensor.is_quantized else ""
 
 
 def byte_range(tensor: torch.Tensor) -> tuple[int, int]:
@@ -18,9 +27,10 @@ def byte_range(tensor: torch.Tensor) -> tuple[int, int]:
     return low * item, (high + 1) * item
 
 
-def without_repeats(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor with each dimension of stride 0 cut to one element: every byte of it once."""
-    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+def without_repeats(tensor: torch.Tensor, of: torch.Tensor | None = None) -> torch.Tensor:
+    """The tensor with each dimension in which `of`, or itself, has stride 0 cut to one element."""
+    of = tensor if of is None else of
+    for dim, (size, stride) in enumerate(zip(of.shape, of.stride(), strict=True)):
         if stride == 0 and size > 1:
             tensor = tensor.narrow(dim, 0, 1)
     return tensor
@@ -65,12 +75,7 @@ def same_memory(tensor: torch.Tensor, other: torch.Tensor) -> bool:
 
 def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
     """Copy values between tensors of one shape, each byte once."""
-    if has_repeats(target):
-        for dim, (size, stride) in enumerate(zip(target.shape, target.stride(), strict=True)):
-            if stride == 0 and size > 1:
-                source = source.narrow(dim, 0, 1)
-        target = without_repeats(target)
-    target.copy_(source)
+    without_repeats(target).copy_(without_repeats(source, target))
 
 
 def place_on(

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
+from segcapture.writeback.aliases import own_aliases, storage_id
 from segcapture.writeback.structure import Node
 
 _only_a_list = 0
@@ -36,11 +37,6 @@ def _references_of_cpp_owners() -> int:
 
 
 _CPP_OWNERS = _references_of_cpp_owners()
-
-
-def storage_id(tensor: torch.Tensor) -> int:
-    """Identity of the storage under a tensor."""
-    return int(tensor.untyped_storage()._cdata)
 
 
 def fresh_nodes(nodes: list[Node], arguments: Iterable[torch.Tensor]) -> set[int]:
@@ -67,9 +63,9 @@ def fresh_nodes(nodes: list[Node], arguments: Iterable[torch.Tensor]) -> set[int
     del objects
 
     owned = [sole[id(node.value)] and _has_own_attributes(node) for node in nodes]
+    places = [(i if node.same_as < 0 else node.same_as, node.parent) for i, node in enumerate(nodes)]
     lost = [0]
     while lost:  # what stands in a container that others own is theirs, wherever else it stands
-        places = [(i if node.same_as < 0 else node.same_as, node.parent) for i, node in enumerate(nodes)]
         lost = [i for i, parent in places if owned[i] and parent >= 0 and not owned[parent]]
         for index in lost:
             owned[index] = False
@@ -151,22 +147,6 @@ def _use_count(tensor: torch.Tensor) -> int:
     return count
 
 
-def own_alias(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as another tensor object, which does not count as an owner of it."""
-    alias = tensor.detach()
-    if tensor.layout is torch.strided:
-        aliases = _own_aliases(tensor)
-        aliases.append(weakref.ref(alias, aliases.remove))
-    return alias
-
-
-def _own_aliases(tensor: torch.Tensor) -> "list[weakref.ref[torch.Tensor]]":
-    # torch keeps the attributes of a storage's Python object for as long as the storage lives.
-    attributes = vars(tensor.untyped_storage())
-    found: list[weakref.ref[torch.Tensor]] = attributes.setdefault("_segcapture_aliases", [])
-    return found
-
-
 def owned_by_us_alone(
     alias: torch.Tensor,
     captured: Iterable["weakref.ref[torch.Tensor]"],
@@ -178,7 +158,7 @@ def owned_by_us_alone(
     to one that recorded calls keep.
     """
     alive = [tensor for tensor in (ref() for ref in captured) if tensor is not None]
-    ours = len(_own_aliases(alias))
+    ours = len(own_aliases(alias))
     if tensors_on_storage(alias) <= ours:
         return True
     expected = [holders(alive[i]) + _CPP_OWNERS * (_use_count(alive[i]) > 1) for i in range(len(alive))]
@@ -186,8 +166,3 @@ def owned_by_us_alone(
     if any(count > kept for count, kept in zip(counts, expected, strict=True)):
         return False
     return bool(alive) and _all_of_storage({id(tensor): tensor for tensor in alive}, ours)
-
-
-def shows_memory_alone(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is nothing but its memory, so that an alias can stand for it."""
-    return type(tensor) is torch.Tensor and not tensor.requires_grad and not vars(tensor)

@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterable
 import torch
 
 from segcapture.errors import OutputMismatchError
+from segcapture.writeback.aliases import own_alias
 from segcapture.writeback.bridges import Memory
-from segcapture.writeback.layouts import unbridgeable
-from segcapture.writeback.ownership import own_alias, owned_by_us_alone
+from segcapture.writeback.memory import unbridgeable
+from segcapture.writeback.ownership import owned_by_us_alone
 
 Captured = tuple["weakref.ref[torch.Tensor]", ...]
 """The captured tensors on the storage of a leaf; none where nothing may be copied to it."""

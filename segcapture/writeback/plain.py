@@ -1,5 +1,6 @@
 """Values of an output that are no tensors: replaced in mutable containers, frozen elsewhere (contract C4)."""
 
+from collections.abc import Container
 from typing import Any
 
 import attrs
@@ -32,9 +33,10 @@ class Plain:
         length = len(above) if isinstance(above, list) else 0
         return cls(node, None if isinstance(above, tuple) else above, node.parent in owned, length)
 
-    def check(self, new: Any, where: str) -> None:
-        """Raise OutputMismatchError if there is no plain value any more."""
-        if isinstance(new, torch.Tensor) or children(new, self.node.in_object) is not None:
+    def check(self, new: Any, walked: Container[int], where: str) -> None:
+        """Raise OutputMismatchError for what is no plain value; `walked` are the ids of the containers."""
+        found = isinstance(new, torch.Tensor) or id(new) in walked
+        if found or children(new, self.node.in_object) is not None:
             raise other_kind(where, self.node.path, type(self.node.value), new)
 
     def store(self, new: Any, container: Any, where: str) -> None:

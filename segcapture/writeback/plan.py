@@ -6,10 +6,11 @@ from typing import Any
 import torch
 
 from segcapture.errors import CaptureFailedError
+from segcapture.writeback.aliases import storage_id
 from segcapture.writeback.bridges import Bridges, Memory, bridge
-from segcapture.writeback.layouts import Layouts, unbridgeable
-from segcapture.writeback.memory import copy_into, same_memory
-from segcapture.writeback.ownership import fresh_nodes, storage_id
+from segcapture.writeback.layouts import Layouts
+from segcapture.writeback.memory import copy_into, same_memory, unbridgeable
+from segcapture.writeback.ownership import fresh_nodes
 from segcapture.writeback.persistent import Captured, Holders, check_ours, keep
 from segcapture.writeback.plain import Plain
 from segcapture.writeback.reach import check_replaced, check_within_reach
@@ -79,8 +80,9 @@ class Writeback:
     def _store(self, out: Any) -> None:
         values = self._read(out)
         changed = [(plain, i) for i, plain in self._plain.items() if values[i] is not plain.node.value]
+        walked = {id(values[i]) for i in self._read.containers} if changed else ()
         for plain, i in changed:
-            plain.check(values[i], self.where)
+            plain.check(values[i], walked, self.where)
         if self._tensors:
             self._write([values[i] for i in self._places])
         for plain, i in changed:

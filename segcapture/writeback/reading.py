@@ -27,8 +27,10 @@ class Reader:
             for index, node in enumerate(nodes)
             if node.container and node.same_as < 0
         ]
+        self.containers = [index for index, _ in self._containers]
+        """Indices of the nodes whose items are read."""
         self._twice = [(i, node.same_as, node.path) for i, node in enumerate(nodes) if node.same_as >= 0]
-        self._apart = [i for i, _ in self._containers if not isinstance(nodes[i].value, tuple)]
+        self._apart = [i for i in self.containers if not isinstance(nodes[i].value, tuple)]
 
     def __call__(self, out: Any) -> list[Any]:
         """The value of each node, in the order of the walk.
