@@ -30,7 +30,8 @@ class Reader:
         self.containers = [index for index, _ in self._containers]
         """Indices of the nodes whose items are read."""
         self._twice = [(i, node.same_as, node.path) for i, node in enumerate(nodes) if node.same_as >= 0]
-        self._apart = [i for i in self.containers if not isinstance(nodes[i].value, tuple)]
+        mutable = [i for i in self.containers if not isinstance(nodes[i].value, tuple)]
+        self._apart = mutable if len(mutable) > 1 else []
 
     def __call__(self, out: Any) -> list[Any]:
         """The value of each node, in the order of the walk.
@@ -46,7 +47,7 @@ class Reader:
                 raise _mismatch(
                     self._where, f"another structure: two objects, and one at capture, at `{path}`"
                 )
-        if len({id(values[i]) for i in self._apart}) < len(self._apart):
+        if self._apart and len({id(values[i]) for i in self._apart}) < len(self._apart):
             raise _mismatch(self._where, "another structure: one container in two places, and two at capture")
         return values
 
