@@ -60,40 +60,38 @@ class Program:
             SegcaptureError: a graph could not be launched.
             OutputMismatchError: an eager function returned something else than at capture.
         """
-        if self._watch is None and not profiler._is_profiler_enabled:
-            _run(self._segments, self._steps, stream)
-            return
-        watch = self._watch or profiler_range
-        for segment, step in zip(self._segments, self._steps, strict=True):
-            with watch(segment):
-                _run((segment,), [step], stream)
+        if self._watch is not None or profiler._is_profiler_enabled:
+            watch = self._watch or profiler_range
+            for segment, step in zip(self._segments, self._steps, strict=True):
+                with watch(segment):
+                    self._run([step], segment, stream)
+        else:
+            self._run(self._steps, None, stream)
 
+    def _run(self, steps: list[Step], alone: Segment | None, stream: Any) -> None:
+        remaining: Any = iter(steps)
+        try:
+            for fn, args, store in remaining:
+                if args is None:
+                    status = fn(stream)
+                    if status[0]:
+                        raise _launch_failed(status[0])
+                elif store is None:
+                    out = fn(*args)
+                    if out is not None:
+                        self._reached(remaining, alone).writeback.store(out)  # says what it expected
+                else:
+                    store(fn(*args))
+        except BaseException as error:
+            error.add_note(
+                f"segcapture: raised in {self._reached(remaining, alone)} during replay. The segments after "
+                f"it did not run; the capture can be replayed again."
+            )
+            raise
 
-def _run(segments: Sequence[Segment], steps: list[Step], stream: Any) -> None:
-    remaining: Any = iter(steps)
-
-    def reached() -> Any:
-        # The iterator knows, so that counting costs nothing on the way.
-        return segments[len(steps) - remaining.__length_hint__() - 1]
-
-    try:
-        for fn, args, store in remaining:
-            if args is None:
-                status = fn(stream)
-                if status[0]:
-                    raise _launch_failed(status[0])
-            elif store is None:
-                out = fn(*args)
-                if out is not None:
-                    reached().writeback.store(out)  # says what it expected
-            else:
-                store(fn(*args))
-    except BaseException as error:
-        error.add_note(
-            f"segcapture: raised in {reached()} during replay. The segments after it did not run; the "
-            f"capture can be replayed again."
-        )
-        raise
+    def _reached(self, remaining: Any, alone: Segment | None) -> Any:
+        """The segment that runs now: the iterator knows, so that counting costs nothing on the way."""
+        return alone or self._segments[len(self._steps) - remaining.__length_hint__() - 1]
 
 
 def _eager_step(segment: EagerSegment, base: Ambient | None, around: Around | None) -> Step:
