@@ -2086,3 +2086,18 @@ def test_inside_of_torchs_capture_it_is_a_plain_call(cuda):
     graph.replay()
     assert y.tolist() == [9.0] * 4
     assert g.stats().captures == 1
+
+
+def test_statistics_show_the_sizes_of_buckets(backend):
+    """Not those of the calls that came first."""
+    g = graphed(
+        backend, lambda x: x * 2, warmup=0, bucket=Bucket(sizes=(4, 8), dims={"x": 0}, out={"out": 0})
+    )
+    for length in (3, 4, 7):
+        x = backend.tensor(length, 2)
+        assert torch.equal(g(x), x * 2)
+    text = str(g.stats())
+    assert "[4, 2]" in text
+    assert "shape [8, 2], not [4, 2]" in text
+    assert "[3, 2]" not in text
+    assert "[7, 2]" not in text

@@ -703,3 +703,11 @@ class TestGradMode:
         with torch.inference_mode():
             g.replay()
         assert seen == first == [(True, False), (False, False), (True, True)]
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:0"])
+def test_a_gpu_where_there_is_none(monkeypatch, device):
+    """It is named, with what works instead."""
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    with pytest.raises(ValueError, match=f"device='{device}', and torch finds no GPU here: device='cpu'"):
+        BreakableCUDAGraphCapture(device=device)

@@ -730,7 +730,7 @@ MISMATCHES = {
     "missing key": (lambda t: {"k": t + 1, "v": t + 2}, lambda t: {"k": t + 1}, 'out["v"]', ["no"]),
     "missing first key": (lambda t: {"k": t + 1, "v": t + 2}, lambda t: {"v": t + 2}, 'out["k"]', []),
     "extra key": (lambda t: {"k": t + 1}, lambda t: {"k": t + 1, "v": t}, 'out["v"]', ["additional"]),
-    "renamed key": (lambda t: {"k": t + 1}, lambda t: {"K": t + 1}, 'out["k"]', ['out["K"]']),
+    "renamed key": (lambda t: {"k": t + 1}, lambda t: {"K": t + 1}, 'out["k"]', ['out["K"]`. The']),
     "shorter list": (lambda t: {"k": [t + 1, t + 2]}, lambda t: {"k": [t + 1]}, 'out["k"][1]', ["no"]),
     "longer tuple": (
         lambda t: (t + 1,), lambda t: (t + 1, t + 2), "out[1]",
@@ -754,7 +754,7 @@ MISMATCHES = {
     "dtype": (
         lambda t: (t + 1, t + 2), lambda t: (t + 1, t.half()), "out[1]", ["float16 [4]", "float32 [4]"],
     ),
-    "dtype alone": (lambda t: t + 1, lambda t: t.double(), "out", ["float64", "float32"]),
+    "dtype alone": (lambda t: t + 1, lambda t: t.double(), "out", ["float64", "float32", "convert"]),
     "device type": (lambda t: (t + 1, t + 2), lambda t: (t.to("meta"), t + 2), "out[0]", ["meta"]),
     "device type alone": (lambda t: t + 1, lambda t: t.to("meta"), "out", ["meta"]),
     "tensor became None": (lambda t: (t + 1, t + 2), lambda t: (t + 1, None), "out[1]", ["NoneType"]),

@@ -48,6 +48,10 @@ def _device(device: torch.device | str | int | None) -> torch.device:
         return torch.device("cpu")
     if chosen.type != "cuda":
         raise ValueError(f"device must be a CUDA device or the CPU, got {chosen}")
+    if not torch.accelerator.is_available():
+        raise ValueError(
+            f"device={str(device)!r}, and torch finds no GPU here: device='cpu' emulates segments"
+        )
     if chosen.index is None:
         chosen = torch.device("cuda", torch.accelerator.current_device_index())
     return chosen

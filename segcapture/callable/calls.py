@@ -184,8 +184,10 @@ class Reader:
 
     def describe(self, call: Call) -> dict[str, dict[str, str]]:
         """The signature of a call in words, by place."""
+        places = contents(named(call.args, call.kwargs, self._names))
+        sizes = {id(call.tensors[i]): (how.dim, size) for i, (how, size) in call.padded.items()}
         return {
-            **described(contents(named(call.args, call.kwargs, self._names))),
+            **described(places, sizes),
             "(ambient)": {name: str(value) for name, value in attrs.asdict(call.ambient).items()},
             "(training)": {"modules": str(call.training)},
             "(key)": {"returned": repr(call.extra)},

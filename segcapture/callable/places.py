@@ -21,15 +21,21 @@ def contents(arguments: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     }
 
 
-def described(places: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-    """The places of a call in words, to be compared with another call's."""
-    return {path: _in_words(value) for path, value in places.items()}
+def described(places: Mapping[str, Any], padded: Mapping[int, tuple[int, int]]) -> dict[str, dict[str, str]]:
+    """The places of a call in words, to be compared with another call's.
+
+    `padded` has the dimension of a tensor that is padded, and its size after, by the tensor's id.
+    """
+    return {path: _in_words(value, padded.get(id(value))) for path, value in places.items()}
 
 
-def _in_words(value: Any) -> dict[str, str]:
+def _in_words(value: Any, padded: tuple[int, int] | None) -> dict[str, str]:
     if isinstance(value, torch.Tensor):
-        words = {"dtype": str(value.dtype).removeprefix("torch."), "shape": str(list(value.shape))}
-        if value.layout is torch.strided:
+        shape = list(value.shape)
+        if padded is not None:
+            shape[padded[0]] = padded[1]
+        words = {"dtype": str(value.dtype).removeprefix("torch."), "shape": str(shape)}
+        if value.layout is torch.strided and padded is None:
             words["stride"] = str(list(value.stride()))
         words |= {"device": str(value.device), "requires_grad": str(value.requires_grad)}
         words["class"] = type(value).__qualname__

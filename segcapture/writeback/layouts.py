@@ -62,13 +62,15 @@ class Layouts:
     def _check_one(self, path: str, captured: torch.Tensor, new: Any) -> None:
         what, advice = "", "Shapes, dtypes and devices are fixed at capture"
         if not isinstance(new, torch.Tensor):
-            what, advice = f"a {type(new).__qualname__}", "The structure of an output is fixed at capture"
+            what, advice = f"a {type(new).__qualname__}", "Return a tensor each time, or capture again"
         elif new.layout is not torch.strided or new.is_nested:
             what, advice = f"a {unbridgeable(new)}", "Return a plain dense tensor"
         elif (new.shape, new.dtype, new.device) != (captured.shape, captured.dtype, captured.device):
             what = _layout(new)
             if new.shape != captured.shape and new.dim() == captured.dim() > 0:
                 advice += f": pad to {_list(captured.shape)}, or capture again for {_list(new.shape)}"
+            elif new.shape == captured.shape:
+                advice += f": convert it (`.to(...)`), or capture again for {_layout(new)}"
         if what:
             expected = f"later segments read {_layout(captured)}"
             raise OutputMismatchError(f"{self._where} returned {what} at `{path}`; {expected}. {advice}.")

@@ -87,8 +87,9 @@ def _other_items(where: str, before: Mapping[Any, str], now: Mapping[Any, str]) 
     missing = [f"no `{path}`" for key, path in before.items() if key not in now]
     added = [f"an additional `{path}`" for key, path in now.items() if key not in before]
     what = " and ".join([*missing[:1], *added[:1]])
-    counts = f"{len(before)} items there at capture, {len(now)} now; padding keeps a length"
-    return _mismatch(where, f"{what}: {counts}")
+    if len(before) != len(now):
+        what += f": {len(before)} items there at capture, {len(now)} now (pad it to one length)"
+    return _mismatch(where, what)
 
 
 def _mismatch(where: str, what: str) -> OutputMismatchError:
