@@ -6,7 +6,7 @@ import types
 import pytest
 import torch
 
-from segcapture.backends import lanes
+from segcapture.backends import forks, lanes
 from segcapture.backends.lanes import Lane
 
 
@@ -131,3 +131,18 @@ def test_a_broken_lane_is_not_chosen(world, monkeypatch):
     new = types.SimpleNamespace(create_stream=lambda: world.streams[3])
     monkeypatch.setattr(lanes, "get_driver", lambda: new)
     assert lanes.free_lane(device).stream is world.streams[3]
+
+
+def test_streams_are_found_though_another_thread_takes_some(monkeypatch):
+    """torch hands out 32 of each priority in turn."""
+    handed_out = dict.fromkeys(range(-3, 1), 0)
+
+    def stream(device, priority):
+        handed_out[priority] += 1
+        if handed_out[priority] % 5 == 0:  # the other thread's
+            handed_out[priority] += 1
+        return types.SimpleNamespace(cuda_stream=100 * -priority + handed_out[priority] % 32)
+
+    monkeypatch.setattr(torch.cuda, "Stream", stream)
+    monkeypatch.setattr(forks, "_torch_streams", {})
+    assert len(forks.torch_streams(torch.device("cuda", 0))) == 128
