@@ -6,20 +6,19 @@ is gone when the capture ends. What is left to check at replay becomes a `Guard`
 
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import attrs
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from segcapture.errors import CaptureFailedError
 from segcapture.inspection.guard import Guard, Read, Use
-from segcapture.operators.compiled import uncompiled
-from segcapture.operators.composites import has_own_dispatch, names_of
+from segcapture.operators.composites import names_of
+from segcapture.operators.watching import Call, watching
 from segcapture.segments import Segment
 from segcapture.source import location
 from segcapture.writeback.aliases import storage_id
@@ -65,11 +64,9 @@ class Checks:
         self._now = ("capture", 0, "")
         self._launched: list[Use] = []
 
-    @contextmanager
-    def active(self) -> Iterator[None]:
-        """Watch the operators of this thread."""
-        with uncompiled(), _Watch(self):
-            yield
+    def active(self) -> AbstractContextManager[None]:
+        """Watch the operators of this thread, composite ones whole."""
+        return watching(self._operator, in_parts=False)
 
     def enter(self, by: str, segment: int = 0, name: str = "") -> None:
         """From now on operators belong to a graph segment, an eager function, or to the capture itself."""
@@ -89,7 +86,13 @@ class Checks:
                 f"be replayed. Let the stream wait for the capture's first (`side.wait_stream(...)`)."
             )
 
-    def before(self, func: Any, args: Any, kwargs: Any) -> set[int]:
+    def _operator(self, func: Any, args: Any, kwargs: Any, call: Call) -> Any:
+        given = self._before(func, args, kwargs)
+        out = call()
+        self._after(func, given, (args, kwargs), out)
+        return out
+
+    def _before(self, func: Any, args: Any, kwargs: Any) -> set[int]:
         """An operator is about to run. Returns the identities of the storages that it is given."""
         # A number or a list that becomes a tensor comes with its memory: to us there was none before.
         if names_of(func)[0] == "aten::lift_fresh":
@@ -101,7 +104,7 @@ class Checks:
                 self._check_read(tensor, name, given)
         return {storage_id(t) for t in given}
 
-    def after(self, func: Any, given: set[int], args: Any, out: Any) -> None:
+    def _after(self, func: Any, given: set[int], args: Any, out: Any) -> None:
         """It has run."""
         leaves = [t for t in tree_leaves(out) if _is_strided(t)]
         fresh = [t for t in leaves if storage_id(t) not in given]
@@ -195,23 +198,6 @@ class Checks:
                     f"began: each replay would read freed memory. Keep the tensor as long as the capture."
                 )
         return guard
-
-
-class _Watch(TorchDispatchMode):
-    supports_higher_order_operators = True
-
-    def __init__(self, checks: Checks) -> None:
-        super().__init__()
-        self._checks = checks
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if has_own_dispatch(types):
-            return NotImplemented  # The operators that the subclass makes of this one come here.
-        kwargs = kwargs or {}
-        given = self._checks.before(func, args, kwargs)
-        out = func(*args, **kwargs)
-        self._checks.after(func, given, (args, kwargs), out)
-        return out
 
 
 def _escape(reader: str, made: _Made) -> CaptureFailedError:

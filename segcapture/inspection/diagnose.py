@@ -2,21 +2,18 @@
 
 import linecache
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import attrs
 import torch
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from segcapture.backends.refusals import check_function, check_operator
+from segcapture.backends.refusals import check_function, check_operator, is_stricter_on_cpu
 from segcapture.errors import CaptureFailedError
 from segcapture.inspection.observer import Observer
 from segcapture.inspection.snapshot import tensors_of
-from segcapture.operators.compiled import uncompiled
-from segcapture.operators.composites import has_own_dispatch, is_composite, run_in_parts
+from segcapture.operators.composites import is_composite, tensor_leaves
+from segcapture.operators.watching import Call, watching
 from segcapture.source import location
 
 
@@ -122,13 +119,9 @@ class _Finder:
         """Whether what runs now is in an eager break, or part of what has been judged already."""
         return self._trusted > 0 or bool(self.observer.inside_eager)
 
-    @contextmanager
-    def active(self) -> Iterator[None]:
-        """Watch the operators of this thread."""
-        with ExitStack() as stack:
-            for context in (uncompiled(), _Functions(self), _Operators(self)):
-                stack.enter_context(context)
-            yield
+    def active(self) -> AbstractContextManager[None]:
+        """Watch the operators of this thread, and the conversions to Python, which no operator shows."""
+        return watching(self._operator, self._function)
 
     @contextmanager
     def trusting(self) -> Iterator[None]:
@@ -150,6 +143,19 @@ class _Finder:
             return True
         return False
 
+    def _operator(self, func: Any, args: Any, kwargs: Any, call: Call) -> Any:
+        judged = not is_composite(func) and not self.off
+        if judged and any(tensor.device == self.device for tensor in tensor_leaves(args, kwargs)):
+            self.refused(check_operator, func, args, kwargs)
+        return call()
+
+    def _function(self, func: Any, args: Any, kwargs: Any, call: Call) -> Any:
+        if self.off:
+            return call()
+        known = self.refused(check_function, func, args, kwargs, self.device)
+        with self.trusting() if known or is_stricter_on_cpu(func, args, kwargs) else nullcontext():
+            return call()
+
     def report(self) -> MissingBreaks:
         """What was found."""
         made = MissingBreaks(
@@ -165,51 +171,3 @@ class _Finder:
 
     def returned(self, output: Any) -> None:
         """Nothing to see."""
-
-
-class _Operators(TorchDispatchMode):
-    supports_higher_order_operators = True
-
-    def __init__(self, finder: _Finder) -> None:
-        super().__init__()
-        self._finder = finder
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if has_own_dispatch(types):
-            return NotImplemented  # The operators that the subclass makes of this one come here.
-        kwargs = kwargs or {}
-        if is_composite(func):
-            return run_in_parts(self, func, args, kwargs)
-        if not self._finder.off and _touches(self._finder.device, args, kwargs):
-            self._finder.refused(check_operator, func, args, kwargs)
-        return func(*args, **kwargs)
-
-
-class _Functions(TorchFunctionMode):
-    """Sees the conversions to Python, which no operator shows."""
-
-    def __init__(self, finder: _Finder) -> None:
-        super().__init__()
-        self._finder = finder
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        finder = self._finder
-        if finder.off:
-            return func(*args, **kwargs)
-        known = finder.refused(check_function, func, args, kwargs, finder.device)
-        # The CPU kernel of one_hot checks the range of the classes on the host, the CUDA kernel does not.
-        if known or (getattr(func, "__name__", "") == "one_hot" and _classes(args, kwargs) != -1):
-            with finder.trusting():
-                return func(*args, **kwargs)
-        return func(*args, **kwargs)
-
-
-def _classes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return args[1] if len(args) > 1 else kwargs.get("num_classes", -1)
-
-
-def _touches(device: torch.device, args: Any, kwargs: Any) -> bool:
-    return any(
-        leaf.device == device for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
-    )

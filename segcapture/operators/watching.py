@@ -1,7 +1,7 @@
 """What a thread calls, operators and functions of torch, given to whoever watches."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from torch.overrides import TorchFunctionMode
@@ -16,22 +16,24 @@ Watcher = Callable[[Any, tuple[Any, ...], dict[str, Any], Call], Any]
 
 
 @contextmanager
-def watching(operator: Watcher, function: Watcher) -> Iterator[None]:
+def watching(operator: Watcher, function: Watcher | None = None, *, in_parts: bool = True) -> Iterator[None]:
     """For the block, what this thread calls is called by these. They are not watched themselves.
 
-    An operator that is composite comes as such, and when it is called, its parts come too. Functions of torch
-    show what no operator does: conversions to Python, and composite operators above autograd.
+    Functions of torch show what no operator does: conversions to Python, and composite operators above
+    autograd. An operator that is composite comes as such and, `in_parts`, when it is called its parts come
+    too.
     """
-    with uncompiled(), _Functions(function), _Operators(operator):
+    functions = nullcontext() if function is None else _Functions(function)
+    with uncompiled(), functions, _Operators(operator, in_parts):
         yield
 
 
 class _Operators(TorchDispatchMode):
     supports_higher_order_operators = True  # they come whole
 
-    def __init__(self, watcher: Watcher) -> None:
+    def __init__(self, watcher: Watcher, in_parts: bool) -> None:
         super().__init__()
-        self._watcher = watcher
+        self._watcher, self._in_parts = watcher, in_parts
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if has_own_dispatch(types):
@@ -39,7 +41,9 @@ class _Operators(TorchDispatchMode):
         kwargs = kwargs or {}
 
         def call() -> Any:
-            return run_in_parts(self, func, args, kwargs) if is_composite(func) else func(*args, **kwargs)
+            if self._in_parts and is_composite(func):
+                return run_in_parts(self, func, args, kwargs)
+            return func(*args, **kwargs)
 
         return self._watcher(func, tuple(args), kwargs, call)
 
