@@ -13,7 +13,7 @@ from segcapture.capture import BreakableCUDAGraphCapture
 from segcapture.errors import CaptureFailedError, OutputMismatchError
 from segcapture.writeback.aliases import storage_id
 from segcapture.writeback.reading import Reader
-from segcapture.writeback.structure import children, is_plain_object, walk
+from segcapture.writeback.structure import is_plain, is_plain_object, walk
 
 
 class Outputs:
@@ -54,7 +54,7 @@ class Outputs:
         self._rebuild = None
         if not self._given:
             self._rebuild = template(out, {id(tensor): i for i, tensor in enumerate(self._made)})
-        # Weakly: an output may belong to somebody who counts its owners. None for what is no tensor.
+        # Weakly: an output may belong to somebody who counts its owners.
         nodes = walk(out)
         tensors = {i: node.value for i, node in enumerate(nodes) if isinstance(node.value, torch.Tensor)}
         self._leaves = {index: weakref.ref(tensor) for index, tensor in tensors.items()}
@@ -114,10 +114,8 @@ class Outputs:
             found = self._read(self.out)
         except OutputMismatchError:
             return False
-        return all(leaf() is found[i] for i, leaf in self._leaves.items()) and not any(
-            isinstance(found[i], torch.Tensor) or children(found[i], in_object) is not None
-            for i, in_object in self._plain.items()
-        )
+        same = all(leaf() is found[i] for i, leaf in self._leaves.items())
+        return same and all(is_plain(found[i], in_object) for i, in_object in self._plain.items())
 
     def _copies(self, length: int) -> list[torch.Tensor]:
         found = self._made

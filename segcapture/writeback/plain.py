@@ -4,12 +4,11 @@ from collections.abc import Container
 from typing import Any
 
 import attrs
-import torch
 
 from segcapture.errors import FrozenValueWarning, OutputMismatchError
 from segcapture.source import warn
 from segcapture.writeback.reading import other_kind
-from segcapture.writeback.structure import Node, children, get_item, has_item, set_item
+from segcapture.writeback.structure import Node, get_item, has_item, is_plain, set_item
 
 
 @attrs.define(eq=False)
@@ -35,8 +34,7 @@ class Plain:
 
     def check(self, new: Any, walked: Container[int], where: str) -> None:
         """Raise OutputMismatchError for what is no plain value; `walked` are the ids of the containers."""
-        found = isinstance(new, torch.Tensor) or id(new) in walked
-        if found or children(new, self.node.in_object) is not None:
+        if id(new) in walked or not is_plain(new, self.node.in_object):
             raise other_kind(where, self.node.path, type(self.node.value), new)
 
     def store(self, new: Any, container: Any, where: str) -> None:
@@ -62,7 +60,7 @@ class Plain:
             )
 
     def _check_place(self, now: Any, where: str) -> None:
-        if isinstance(now, torch.Tensor) or children(now, self.node.in_object) is not None:
+        if not is_plain(now, self.node.in_object):
             raise OutputMismatchError(
                 f"{where} returned a new value at `{self.node.path}`, where other code has put a "
                 f"{type(now).__qualname__} since: it would be overwritten. Return a tuple, or put that "

@@ -98,6 +98,11 @@ def children(value: Any, in_object: bool = False) -> list[Child] | None:
     return None
 
 
+def is_plain(value: Any, in_object: bool) -> bool:
+    """Whether a value is neither a tensor nor a known container."""
+    return not isinstance(value, torch.Tensor) and children(value, in_object) is None
+
+
 def _key(key: Any) -> str:
     return json.dumps(key, ensure_ascii=False) if type(key) is str else repr(key)
 
