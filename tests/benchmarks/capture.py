@@ -8,7 +8,18 @@ from typing import Any
 
 import boundary
 import torch
-from contenders import OURS, PEER, TORCH, Break, capture_ours, capture_peer, capture_torch, peer
+from contenders import (
+    ALONE,
+    OURS,
+    PEER,
+    TORCH,
+    Alone,
+    Break,
+    capture_ours,
+    capture_peer,
+    capture_torch,
+    peer,
+)
 from harness import Bench, Factory
 from timing import Call, Measured, quiet, ratio
 
@@ -21,6 +32,14 @@ CaptureInto = Callable[[Call, Any], tuple[object, Any]]
 def touch(x: torch.Tensor) -> None:
     """The function that breaks: writes in place, as all contenders can run that."""
     x.mul_(0.5)
+
+
+def halved(x: torch.Tensor) -> torch.Tensor:
+    """The same, returned as a new tensor."""
+    return x * 0.5
+
+
+FRESH = f"{OURS}, fresh outputs"
 
 
 class Layers:
@@ -40,7 +59,8 @@ class Layers:
             for layer in range(layers):
                 x = x + torch.nn.functional.silu(x @ self.up) @ self.down
                 if layer < layers - 1:
-                    break_(x)
+                    made = break_(x)
+                    x = x if made is None else made
             return x
 
         return run
@@ -61,8 +81,13 @@ def makers(bench: Bench) -> dict[str, tuple[Break, CaptureInto]]:
         graph = capture_peer(body, pool)
         return graph, graph.pool()
 
-    found: dict[str, tuple[Break, CaptureInto]] = {OURS: (eager_break_during_capture(touch), ours)}
+    found: dict[str, tuple[Break, CaptureInto]] = {
+        OURS: (eager_break_during_capture(touch), ours),
+        FRESH: (eager_break_during_capture(halved), ours),
+    }
     if bench.cuda:
+        alone = Alone(touch)
+        found[ALONE] = (alone.break_, alone.capture)
         found[TORCH] = (touch, torch_graph)
         if peer is not None:
             found[PEER] = (peer.no_graph(touch), peer_graph)
@@ -90,7 +115,9 @@ def buckets(bench: Bench, work: Layers, rows: Sequence[int], layers: int) -> Non
     }
     case = f"capture of {len(rows)} x {layers} graph segments"
     found = bench.run(case, factories, calls=1, host_only=True)
-    bench.target(f"{case}, against {PEER}", ratio(found, OURS, PEER), 0.60)
+    bench.target(f"{case}, against {ALONE}", ratio(found, OURS, ALONE), 2.0)
+    bench.target(f"{case}, fresh outputs, against {ALONE}", ratio(found, FRESH, ALONE), 2.5)
+    bench.target(f"{case}, against {PEER}", ratio(found, OURS, PEER), 1.0)
 
 
 def one_boundary(bench: Bench, work: Layers, layers: int) -> None:
@@ -117,7 +144,7 @@ def many_segments(bench: Bench, work: Layers, sizes: Sequence[int]) -> None:
         work.body(touch, 1, layers)()  # warm-up
         return run
 
-    made = makers(bench)
+    made = {name: maker for name, maker in makers(bench).items() if name != FRESH}
     names = {f"{name}, {size} segments": (name, size) for name in made for size in sizes}
     factories: dict[str, Factory] = {
         label: lambda name=name, size=size: factory(*made[name], size)
@@ -136,7 +163,7 @@ def many_segments(bench: Bench, work: Layers, sizes: Sequence[int]) -> None:
 
 def many_buckets(bench: Bench, work: Layers, count: int, layers: int, rounds: int) -> None:
     """Time of each bucket's capture while the pool fills: the late ones against the early ones."""
-    made = makers(bench)
+    made = {name: maker for name, maker in makers(bench).items() if name not in (FRESH, ALONE)}
     early: dict[str, list[float]] = {name: [] for name in made}
     late: dict[str, list[float]] = {name: [] for name in made}
     for rows in range(count, 0, -1):

@@ -24,6 +24,7 @@ OURS = "segcapture"
 EAGER = "eager"
 TORCH = "torch.cuda.graph"
 PEER = "breakable-cuda-graphs"
+ALONE = "torch alone, no checks"
 C_LOOP = "C loop of cuGraphLaunch"
 BARE = "the same launches and calls, nothing else"
 
@@ -55,6 +56,51 @@ def capture_torch(body: Call, pool: Any = None) -> torch.cuda.CUDAGraph:
     with torch.cuda.graph(graph, pool=pool):
         body()
     return graph
+
+
+class Alone:
+    """Segments by torch's own calls and nothing else: the floor of a capture.
+
+    Each break ends the graph, instantiates and launches it, calls the function, and begins the next.
+    """
+
+    def __init__(self, fn: Break) -> None:
+        self._fn = fn
+        self._stream = torch.cuda.Stream()
+        self._graphs: list[torch.cuda.CUDAGraph] = []
+        self._pool: Any = None
+
+    def break_(self, *args: Any) -> Any:
+        """End a segment, run the function, begin the next segment."""
+        if not self._graphs:  # a warm-up
+            return self._fn(*args)
+        self._end()
+        out = self._fn(*args)
+        self._begin()
+        return out
+
+    def capture(self, body: Call, pool: Any) -> tuple[object, Any]:
+        """Capture the work; returns the graphs and their pool."""
+        self._pool = torch.cuda.graph_pool_handle() if pool is None else pool
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            self._begin()
+            body()
+            self._end()
+        torch.cuda.current_stream().wait_stream(self._stream)
+        made, self._graphs = self._graphs, []
+        return made, self._pool
+
+    def _begin(self) -> None:
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        self._graphs.append(graph)
+
+    def _end(self) -> None:
+        graph = self._graphs[-1]
+        graph.capture_end()
+        graph.instantiate()
+        graph.replay()
 
 
 def capture_peer(body: Call, pool: Any = None) -> Any:
