@@ -12,7 +12,7 @@ from segcapture.errors import (
     OutputMismatchError,
     SegcaptureError,
 )
-from segcapture.inspection.diagnose import find_breaks
+from segcapture.inspect.find_breaks import find_breaks
 from segcapture.segments import EagerSegment, GraphSegment
 
 __version__ = "0.1.0"

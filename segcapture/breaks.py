@@ -8,7 +8,7 @@ from typing import Any, TypeVar, overload
 import torch
 
 from segcapture.arguments import has_live, resolve
-from segcapture.state import state
+from segcapture.thread import state
 
 F = TypeVar("F", bound=Callable[..., Any])
 

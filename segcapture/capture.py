@@ -13,14 +13,14 @@ import torch
 from segcapture.ambient import Ambient
 from segcapture.backends import make_backend
 from segcapture.errors import CaptureFailedError, CaptureStateError
-from segcapture.inspection.checks import Checks
-from segcapture.inspection.guard import Guard
-from segcapture.inspection.methods import Inspection
+from segcapture.inspect.check import Checks
+from segcapture.inspect.guard import Guard
+from segcapture.inspect.methods import Inspection
 from segcapture.operators.break_on import OperatorBreaks
 from segcapture.options import Options
-from segcapture.recording import Recording
+from segcapture.recorder import Recording
 from segcapture.segments import GraphSegment, Segment
-from segcapture.state import state
+from segcapture.thread import state
 
 MODES = ("breakable", "full", "debug")
 

@@ -4,7 +4,7 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from segcapture.errors import CaptureStateError
-from segcapture.state import state
+from segcapture.thread import state
 
 if TYPE_CHECKING:
     from segcapture.capture import BreakableCUDAGraphCapture

@@ -6,7 +6,7 @@ import attrs
 
 from segcapture.ambient import Ambient
 from segcapture.arguments import Call
-from segcapture.source import short
+from segcapture.thread import short
 from segcapture.writeback.plan import Writeback
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from segcapture import BreakableCUDAGraphCapture
-from segcapture.backends import driver
-from segcapture.state import state
+from segcapture.backends.cuda import driver
+from segcapture.thread import state
 
 FAIL_ON_SKIP = os.environ.get("SEGCAPTURE_FAIL_ON_SKIP") == "1"
 

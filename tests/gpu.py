@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from segcapture.state import state
+from segcapture.thread import state
 
 SPIN_CYCLES = 20_000_000  # about 10 ms on an H200: long enough to lose every race
 

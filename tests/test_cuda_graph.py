@@ -6,9 +6,9 @@ import weakref
 import pytest
 import torch
 
-from segcapture.backends import graphs
-from segcapture.backends.graphs import CudaGraph
-from segcapture.state import state
+from segcapture.backends.cuda import graph as graphs
+from segcapture.backends.cuda.graph import CudaGraph
+from segcapture.thread import state
 
 
 class Graph:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from segcapture import CaptureFailedError, CaptureStateError, eager_break_during_capture
-from segcapture.backends.graphs import CudaGraph
+from segcapture.backends.cuda.graph import CudaGraph
 from tests.gpu import assert_process_is_well, process_state
 
 
@@ -174,7 +174,7 @@ def test_an_error_that_the_block_caught(cuda):
 @pytest.mark.cuda
 def test_an_error_inside_of_enter(cuda, monkeypatch):
     """What was entered already is left again."""
-    from segcapture.backends import cuda as module
+    from segcapture.backends.cuda import backend as module
 
     before = process_state()
 

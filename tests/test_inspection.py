@@ -18,9 +18,9 @@ from segcapture import (
     find_breaks,
     is_capturing,
 )
-from segcapture.backends.kernels import demangle
-from segcapture.inspection.profile import ProfileReport
-from segcapture.inspection.table import _brief_name
+from segcapture.backends.cuda.kernels import demangle
+from segcapture.inspect.profile import ProfileReport
+from segcapture.inspect.table import _brief_name
 
 
 @eager_break_during_capture
@@ -309,7 +309,7 @@ class TestProfile:
         real = builtins.__import__
 
         def without(name, *args, **kwargs):
-            if name.startswith(("matplotlib", "segcapture.inspection.timeline")):
+            if name.startswith(("matplotlib", "segcapture.inspect.timeline")):
                 raise ImportError(name)
             return real(name, *args, **kwargs)
 

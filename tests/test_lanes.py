@@ -6,8 +6,9 @@ import types
 import pytest
 import torch
 
-from segcapture.backends import forks, lanes
-from segcapture.backends.lanes import Lane
+from segcapture.backends.cuda import lanes
+from segcapture.backends.cuda import streams as forks
+from segcapture.backends.cuda.lanes import Lane
 
 
 class Stream:

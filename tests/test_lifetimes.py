@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from segcapture import eager_break_during_capture
-from segcapture.backends.pool_memory import bytes_of, segments_of
+from segcapture.backends.cuda.pool_memory import bytes_of, segments_of
 from tests.gpu import assert_process_is_well, process_state
 
 

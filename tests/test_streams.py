@@ -433,7 +433,7 @@ def test_uncaptured_work_on_another_stream_runs(cuda, x):
 
 def test_an_external_side_stream_is_joined_and_forked_again(cuda, x):
     """A stream that torch did not make is found while it is current."""
-    from segcapture.backends.driver import get_driver
+    from segcapture.backends.cuda.driver import get_driver
 
     side = get_driver().create_stream()
 

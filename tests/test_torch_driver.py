@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from segcapture.backends.driver import Driver
+from segcapture.backends.cuda.driver import Driver
 
 TESTS = Path(__file__).parent
 

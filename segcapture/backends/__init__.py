@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from segcapture.backends.base import Backend
-from segcapture.source import warn
+from segcapture.thread import warn
 
 
 def make_backend(
@@ -31,7 +31,7 @@ def make_backend(
         from segcapture.backends.emulated import EmulatedBackend
 
         return EmulatedBackend(chosen, **options)
-    from segcapture.backends.cuda import CudaBackend
+    from segcapture.backends.cuda.backend import CudaBackend
 
     return CudaBackend(chosen, capture_error_mode=capture_error_mode, generators=generators, **options)
 

@@ -24,10 +24,10 @@ from segcapture.errors import CaptureFailedError
 from segcapture.operators.collectives import handle, has_work, is_collective, is_mark, run_to_end
 from segcapture.operators.compiled import kernels_refused
 from segcapture.operators.composites import is_composite, names_of, tensor_leaves
-from segcapture.operators.watching import Call, watching
+from segcapture.operators.intercept import Call, watching
 from segcapture.replay import Program, Watch, base_ambient, under
 from segcapture.segments import EagerSegment, GraphSegment, Segment
-from segcapture.source import location
+from segcapture.thread import location
 from segcapture.writeback.aliases import own_alias, shows_memory_alone, storage_id
 
 

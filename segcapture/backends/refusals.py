@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from segcapture.errors import CaptureFailedError
 from segcapture.operators.composites import names_of
-from segcapture.source import location
+from segcapture.thread import location
 
 # CUDA's own words for error 900, cudaErrorStreamCaptureUnsupported.
 CUDA_WORDS = "operation not permitted when stream is capturing"

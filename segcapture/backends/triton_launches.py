@@ -6,7 +6,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from segcapture.errors import CaptureFailedError
-from segcapture.source import location
+from segcapture.thread import location
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import attrs
 import torch
 
 from segcapture.ambient import Ambient
-from segcapture.callable.buckets import Bucket, Padded
+from segcapture.callable.bucket import Bucket, Padded
 from segcapture.callable.places import contents, described, named
 from segcapture.callable.signature import (
     Reading,

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from segcapture.callable.buckets import Bucket
+from segcapture.callable.bucket import Bucket
 from segcapture.callable.calls import Call
 from segcapture.callable.inputs import StaticInputs
 from segcapture.callable.outputs import Outputs, check_no_grad

@@ -8,19 +8,18 @@ from typing import Any
 
 import torch
 
-from segcapture.backends.driver import is_captured
-from segcapture.backends.turns import turns
+from segcapture.backends.cuda.driver import is_captured
+from segcapture.backends.cuda.turns import turns
 from segcapture.callable.binding import bound_to
-from segcapture.callable.buckets import Bucket
+from segcapture.callable.bucket import Bucket
+from segcapture.callable.cache import Captures
 from segcapture.callable.calls import Call, Reader, TooLongError, check_function
-from segcapture.callable.captures import Captures
 from segcapture.callable.entry import Entry
 from segcapture.callable.managed import Managed
 from segcapture.callable.settings import check, for_captures, logger
 from segcapture.callable.statistics import Counts
 from segcapture.errors import CaptureFailedError, CaptureStateError
-from segcapture.source import warn
-from segcapture.state import state
+from segcapture.thread import state, warn
 
 
 class GraphedCallable(Managed):

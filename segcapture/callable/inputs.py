@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from segcapture.callable.buckets import Padded, pad, pad_into
+from segcapture.callable.bucket import Padded, pad, pad_into
 from segcapture.callable.calls import Call
 from segcapture.callable.signature import Share, has_grad, overlap
 from segcapture.errors import CaptureFailedError

@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from segcapture.callable.buckets import Bucket, with_progress
+from segcapture.callable.bucket import Bucket, with_progress
+from segcapture.callable.cache import Captures
 from segcapture.callable.calls import Reader, as_arguments
-from segcapture.callable.captures import Captures
 from segcapture.callable.statistics import Counts, Stats
 from segcapture.errors import CaptureStateError
 

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from segcapture.callable.buckets import Bucket
+from segcapture.callable.bucket import Bucket
 
 logger = logging.getLogger("segcapture.callable")
 

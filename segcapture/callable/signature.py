@@ -7,7 +7,7 @@ from typing import Any
 import attrs
 import torch
 
-from segcapture.callable.buckets import Padded
+from segcapture.callable.bucket import Padded
 from segcapture.callable.weights import training_flags, with_children
 from segcapture.errors import CaptureFailedError
 from segcapture.writeback.aliases import storage_id

@@ -14,11 +14,11 @@ from segcapture.errors import CaptureFailedError
 from segcapture.operators.collectives import is_collective, is_mark, record_collective
 from segcapture.operators.compiled import inside_compiled_region
 from segcapture.operators.composites import as_called, is_composite, names_of, tensor_leaves
-from segcapture.operators.watching import Call, watching
-from segcapture.source import location, warn
+from segcapture.operators.intercept import Call, watching
+from segcapture.thread import location, warn
 
 if TYPE_CHECKING:
-    from segcapture.recording import Recording
+    from segcapture.recorder import Recording
 
 
 class OperatorBreaks:

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from segcapture.operators.composites import names_of, tensor_leaves
 
 if TYPE_CHECKING:
-    from segcapture.recording import Recording
+    from segcapture.recorder import Recording
 
 # They move no data. The first makes a tensor that waits when it is first used, the second waits.
 _MARKS = {"_c10d_functional::_wrap_tensor_autograd", "_c10d_functional::wait_tensor"}

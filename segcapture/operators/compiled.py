@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from segcapture.errors import CaptureFailedError
-from segcapture.source import location
+from segcapture.thread import location
 
 
 class _Shared:

@@ -6,7 +6,7 @@ from typing import Any
 import attrs
 
 from segcapture.errors import FrozenValueWarning, OutputMismatchError
-from segcapture.source import warn
+from segcapture.thread import warn
 from segcapture.writeback.reading import other_kind
 from segcapture.writeback.structure import Node, get_item, has_item, is_plain, set_item
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from segcapture.errors import CaptureFailedError, FrozenValueWarning
-from segcapture.source import warn
+from segcapture.thread import warn
 from segcapture.writeback.structure import (
     Node,
     attributes_besides,

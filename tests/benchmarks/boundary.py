@@ -9,11 +9,11 @@ from unittest import mock
 
 from timing import Call, Spread
 
-from segcapture import recording
+from segcapture import recorder as recording
 from segcapture.arguments import Call as RecordedCall
-from segcapture.backends.driver import CudaDriver
-from segcapture.backends.forks import Forks
-from segcapture.backends.graphs import CudaGraph
+from segcapture.backends.cuda.driver import CudaDriver
+from segcapture.backends.cuda.graph import CudaGraph
+from segcapture.backends.cuda.streams import Forks
 
 WHOLE = "a boundary, with its function"
 PARTS: list[tuple[str, Any, str]] = [

@@ -13,7 +13,7 @@ import torch
 from timing import Call
 
 from segcapture import BreakableCUDAGraphCapture, GraphSegment
-from segcapture.backends.driver import get_driver
+from segcapture.backends.cuda.driver import get_driver
 
 try:
     import breakable_cuda_graphs as peer

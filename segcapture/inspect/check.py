@@ -16,11 +16,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from segcapture.errors import CaptureFailedError
-from segcapture.inspection.guard import Guard, Read, Use
+from segcapture.inspect.guard import Guard, Read, Use
 from segcapture.operators.composites import names_of
-from segcapture.operators.watching import Call, watching
+from segcapture.operators.intercept import Call, watching
 from segcapture.segments import Segment
-from segcapture.source import location
+from segcapture.thread import location
 from segcapture.writeback.aliases import storage_id
 from segcapture.writeback.structure import Node
 

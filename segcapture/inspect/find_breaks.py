@@ -10,11 +10,11 @@ import torch
 
 from segcapture.backends.refusals import check_function, check_operator, is_stricter_on_cpu
 from segcapture.errors import CaptureFailedError
-from segcapture.inspection.observer import Observer
-from segcapture.inspection.snapshot import tensors_of
+from segcapture.inspect.observer import Observer
+from segcapture.inspect.snapshot import tensors_of
 from segcapture.operators.composites import is_composite, tensor_leaves
-from segcapture.operators.watching import Call, watching
-from segcapture.source import location
+from segcapture.operators.intercept import Call, watching
+from segcapture.thread import location
 
 
 @attrs.frozen

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from segcapture.callable.buckets import Bucket
+from segcapture.callable.bucket import Bucket
 from segcapture.callable.calls import Call
 from segcapture.callable.entry import Entry
 from segcapture.callable.places import explain
 from segcapture.callable.settings import Names, logger
 from segcapture.capture import BreakableCUDAGraphCapture
-from segcapture.source import warn
+from segcapture.thread import warn
 
 _SIGNATURES_PER_CAPTURE = 4  # that are kept for each capture that may be
 _COMPARED = 8  # signatures, those used last, with which a new one is compared

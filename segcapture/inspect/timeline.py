@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 if TYPE_CHECKING:
-    from segcapture.inspection.profile import ProfileReport
+    from segcapture.inspect.profile import ProfileReport
 
 _COLOURS = {"graph": "#4878a8", "eager": "#e8863c"}
 _OURS = "#a04000"

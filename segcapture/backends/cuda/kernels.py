@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from segcapture.backends.driver import call
+from segcapture.backends.cuda.driver import call
 
 
 def nodes_of(graph: torch.cuda.CUDAGraph) -> list[tuple[str, str]]:

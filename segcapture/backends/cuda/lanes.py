@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from segcapture.backends.driver import get_driver
-from segcapture.backends.forks import ordered
-from segcapture.backends.pool_memory import allocating_from
+from segcapture.backends.cuda.driver import get_driver
+from segcapture.backends.cuda.pool_memory import allocating_from
+from segcapture.backends.cuda.streams import ordered
 
 # Before 2.12 a generator knows only one capture at a time, whatever thread it is in.
 _BEFORE_2_12 = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12)

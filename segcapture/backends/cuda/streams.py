@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import torch
 
-from segcapture.backends.driver import get_driver
+from segcapture.backends.cuda.driver import get_driver
 
 _PRIORITIES = (0, -1, -2, -3)
 _PER_PRIORITY = 32

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from segcapture.inspection.arguments import frozen as frozen_arguments
+from segcapture.inspect.arguments import frozen as frozen_arguments
 from segcapture.segments import EagerSegment, GraphSegment, Segment
-from segcapture.source import short
+from segcapture.thread import short
 
 if TYPE_CHECKING:
     from segcapture.capture import BreakableCUDAGraphCapture

@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
-from segcapture.backends.driver import get_driver, in_thread, is_captured
-from segcapture.backends.forks import ordered, wait_for_all
-from segcapture.backends.pool import PoolState
+from segcapture.backends.cuda.driver import get_driver, in_thread, is_captured
+from segcapture.backends.cuda.pool import PoolState
+from segcapture.backends.cuda.streams import ordered, wait_for_all
 from segcapture.errors import CaptureStateError
 from segcapture.replay import Around, Program
 from segcapture.segments import EagerSegment

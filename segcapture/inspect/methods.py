@@ -8,10 +8,10 @@ from segcapture.segments import Segment
 
 if TYPE_CHECKING:
     from segcapture.capture import BreakableCUDAGraphCapture
-    from segcapture.inspection.memory_report import MemoryReport
-    from segcapture.inspection.profile import ProfileReport
-    from segcapture.inspection.report import VerifyReport
-    from segcapture.inspection.steps import Operator
+    from segcapture.inspect.memory import MemoryReport
+    from segcapture.inspect.profile import ProfileReport
+    from segcapture.inspect.report import VerifyReport
+    from segcapture.inspect.steps import Operator
 
 
 class Inspection:
@@ -19,25 +19,25 @@ class Inspection:
 
     def describe(self) -> str:
         """The segment table as text: kind, name, file:line, kernels, frozen arguments, bridges, totals."""
-        from segcapture.inspection.table import text
+        from segcapture.inspect.table import text
 
         return text(_capture(self))
 
     __str__ = describe
 
     def __rich__(self) -> Any:
-        from segcapture.inspection.table import rich_table
+        from segcapture.inspect.table import rich_table
 
         return rich_table(_capture(self))
 
     def _repr_html_(self) -> str:
-        from segcapture.inspection.table import html
+        from segcapture.inspect.table import html
 
         return html(_capture(self))
 
     def to_dot(self, path: str | Path) -> None:
         """Write the segments, and the bytes that bridges carry between them, as a Graphviz file."""
-        from segcapture.inspection.table import dot
+        from segcapture.inspect.table import dot
 
         Path(path).write_text(dot(_capture(self)))
 
@@ -50,7 +50,7 @@ class Inspection:
         Raises:
             CaptureStateError: as `replay`.
         """
-        from segcapture.inspection.steps import steps
+        from segcapture.inspect.steps import steps
 
         capture = _capture(self)
         capture._check_ready()
@@ -96,7 +96,7 @@ class Inspection:
             CaptureStateError: as `replay`, or this thread is inside of a capture.
             Exception: what the function or a segment raises.
         """
-        from segcapture.inspection.verify import verify
+        from segcapture.inspect.verify import verify
 
         capture = _capture(self)
         capture._check_ready()
@@ -117,7 +117,7 @@ class Inspection:
             ValueError: `n` is not positive.
             CaptureStateError: as `replay`.
         """
-        from segcapture.inspection.profile import profile
+        from segcapture.inspect.profile import profile
 
         capture = _capture(self)
         capture._check_ready()
@@ -125,7 +125,7 @@ class Inspection:
 
     def memory_report(self) -> "MemoryReport":
         """Bytes of the pool, and of bridges and kept arguments by segment."""
-        from segcapture.inspection.memory_report import memory_report
+        from segcapture.inspect.memory import memory_report
 
         return memory_report(_capture(self))
 

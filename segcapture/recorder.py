@@ -13,14 +13,13 @@ from segcapture.backends.base import Backend
 from segcapture.errors import CaptureFailedError
 from segcapture.options import Options
 from segcapture.segments import EagerSegment, GraphSegment, Segment
-from segcapture.source import location, raised_at
-from segcapture.state import state
+from segcapture.thread import location, raised_at, state
 from segcapture.writeback.plan import plan
 from segcapture.writeback.structure import walk
 
 if TYPE_CHECKING:
-    from segcapture.inspection.checks import Checks
-    from segcapture.inspection.guard import Guard
+    from segcapture.inspect.check import Checks
+    from segcapture.inspect.guard import Guard
 
 
 class _Calls(list[Call]):

@@ -11,9 +11,9 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from segcapture.errors import CaptureStateError, FrozenValueWarning
-from segcapture.inspection.arguments import named
+from segcapture.inspect.arguments import named
 from segcapture.segments import EagerSegment, Segment
-from segcapture.source import warn
+from segcapture.thread import warn
 from segcapture.writeback.ownership import references
 from segcapture.writeback.structure import tensors_in, walk
 

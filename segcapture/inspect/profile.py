@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import torch
 
-from segcapture.inspection.table import aligned, title
+from segcapture.inspect.table import aligned, title
 from segcapture.segments import EagerSegment, Segment
-from segcapture.source import short
+from segcapture.thread import short
 
 if TYPE_CHECKING:
     from segcapture.capture import BreakableCUDAGraphCapture
@@ -100,7 +100,7 @@ class ProfileReport:
             ImportError: matplotlib is missing.
         """
         try:
-            from segcapture.inspection.timeline import draw
+            from segcapture.inspect.timeline import draw
         except ImportError as error:
             raise ImportError("plot() needs matplotlib: pip install 'segcapture[plot]'") from error
         draw(self, path)

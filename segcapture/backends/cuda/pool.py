@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from segcapture.backends.driver import get_driver
-from segcapture.backends.graphs import CudaGraph
-from segcapture.backends.lanes import Lane, free_lane, lane_of, one_capture
-from segcapture.backends.pool_memory import PoolId, borrowed, segments_of
+from segcapture.backends.cuda.driver import get_driver
+from segcapture.backends.cuda.graph import CudaGraph
+from segcapture.backends.cuda.lanes import Lane, free_lane, lane_of, one_capture
+from segcapture.backends.cuda.pool_memory import PoolId, borrowed, segments_of
 from segcapture.errors import CaptureStateError
-from segcapture.state import state
+from segcapture.thread import state
 
 
 class PoolState:

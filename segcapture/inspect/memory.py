@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING
 import attrs
 import torch
 
-from segcapture.inspection.table import aligned, size, title
+from segcapture.inspect.table import aligned, size, title
 from segcapture.segments import EagerSegment, Segment
-from segcapture.source import short
+from segcapture.thread import short
 from segcapture.writeback.aliases import storage_id
 from segcapture.writeback.structure import tensors_in
 

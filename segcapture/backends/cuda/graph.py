@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from segcapture.backends.driver import Launch
-from segcapture.backends.kernels import nodes_of
-from segcapture.backends.pool_memory import PoolId
-from segcapture.state import state
+from segcapture.backends.cuda.driver import Launch
+from segcapture.backends.cuda.kernels import nodes_of
+from segcapture.backends.cuda.pool_memory import PoolId
+from segcapture.thread import state
 
 REGISTERS_GENERATORS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14)
 """Whether a capture takes up by itself each generator that is drawn from, and does not say which."""

@@ -1,13 +1,22 @@
-"""Where the user's code called us."""
+"""What belongs to the calling thread: the capture it is inside of, and the user's line it is at.
+
+`threading.local` and not a ContextVar: CUDA ties a capture to its thread, and a
+thread started inside a `with` block may inherit the context of its parent.
+"""
 
 import functools
 import linecache
 import os
 import sys
+import threading
 import warnings
 from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from segcapture.recorder import Recording
 
 _OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
@@ -65,3 +74,12 @@ def raised_at(traceback: TracebackType | None) -> str:
 def short(place: str) -> str:
     """The location with the folders left out, for tables."""
     return os.path.basename(place)
+
+
+class _State(threading.local):
+    recording: "Recording | None" = None
+    keep_alive: list[Any] | None = None
+    """While this thread captures: dropped graphs whose destruction must wait."""
+
+
+state = _State()

@@ -8,13 +8,20 @@ import attrs
 import torch
 
 from segcapture.backends.base import Backend
-from segcapture.backends.driver import get_driver
-from segcapture.backends.forks import Forks, ordered, wait_for_all
-from segcapture.backends.graphs import ADVICE, BREAK, REGISTERS_GENERATORS, CudaGraph
-from segcapture.backends.nvtx import nvtx_ranges
-from segcapture.backends.order import across, in_order
-from segcapture.backends.pool import Pool, PoolState, collections_relaxed, open_pool, pool_id_of, undo_begin
-from segcapture.backends.pool_memory import PoolMemory, bytes_of, is_borrowed, make_room
+from segcapture.backends.cuda.driver import get_driver
+from segcapture.backends.cuda.graph import ADVICE, BREAK, REGISTERS_GENERATORS, CudaGraph
+from segcapture.backends.cuda.nvtx import nvtx_ranges
+from segcapture.backends.cuda.order import across, in_order
+from segcapture.backends.cuda.pool import (
+    Pool,
+    PoolState,
+    collections_relaxed,
+    open_pool,
+    pool_id_of,
+    undo_begin,
+)
+from segcapture.backends.cuda.pool_memory import PoolMemory, bytes_of, is_borrowed, make_room
+from segcapture.backends.cuda.streams import Forks, ordered, wait_for_all
 from segcapture.errors import CaptureFailedError, CaptureStateError
 from segcapture.replay import Program, Watch, base_ambient, under
 from segcapture.segments import Segment

@@ -7,8 +7,7 @@ from typing import Any, Protocol
 from segcapture.ambient import capture_ambient
 from segcapture.arguments import Call, resolve
 from segcapture.errors import CaptureStateError
-from segcapture.source import location
-from segcapture.state import state
+from segcapture.thread import location, state
 
 
 class Listener(Protocol):

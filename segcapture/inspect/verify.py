@@ -5,10 +5,10 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from segcapture.arguments import Call
-from segcapture.inspection.comparison import Break, Comparison, arguments_of, kept, leaves_of
-from segcapture.inspection.observer import Observer
-from segcapture.inspection.report import VerifyReport
-from segcapture.inspection.snapshot import State
+from segcapture.inspect.comparison import Break, Comparison, arguments_of, kept, leaves_of
+from segcapture.inspect.observer import Observer
+from segcapture.inspect.report import VerifyReport
+from segcapture.inspect.snapshot import State
 from segcapture.segments import EagerSegment, Segment
 from segcapture.writeback.structure import tensors_in
 

@@ -6,11 +6,11 @@ import attrs
 import torch
 
 from segcapture.arguments import Call, resolve
-from segcapture.inspection.arguments import frozen, named
-from segcapture.inspection.report import Difference
-from segcapture.inspection.snapshot import Mismatch, compare, keep
+from segcapture.inspect.arguments import frozen, named
+from segcapture.inspect.report import Difference
+from segcapture.inspect.snapshot import Mismatch, compare, keep
 from segcapture.segments import EagerSegment, GraphSegment, Segment
-from segcapture.source import short
+from segcapture.thread import short
 from segcapture.writeback.structure import walk
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ import attrs
 import torch
 
 from segcapture.segments import GraphSegment, Segment
-from segcapture.source import short
+from segcapture.thread import short
 
 if TYPE_CHECKING:
     from segcapture.capture import BreakableCUDAGraphCapture

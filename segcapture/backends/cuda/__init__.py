@@ -1,0 +1,1 @@
+"""CUDA graphs: their capture, memory, streams and launches."""
