@@ -14,7 +14,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 # Each layer imports from those before it alone, and modules of one layer from each other in the order in
 # which they stand. A folder stands for all modules in it.
 LAYERS = [
-    ["errors", "thread"],
+    ["errors", "thread", "exclusive"],
     ["ambient", "writeback", "operators"],
     ["arguments", "segments", "replay", "options"],
     ["backends"],
