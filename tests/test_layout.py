@@ -15,7 +15,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 # which they stand. A folder stands for all modules in it.
 LAYERS = [
     ["errors", "thread", "exclusive"],
-    ["ambient", "writeback", "operators"],
+    ["trees", "tensors", "ambient", "writeback", "operators"],
     ["arguments", "segments", "replay", "options"],
     ["backends"],
     ["recorder"],
