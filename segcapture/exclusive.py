@@ -20,7 +20,7 @@ class Exclusive:
     def __init__(self) -> None:
         lock = threading.RLock()
         self.acquire_at_once = lock.acquire
-        """`acquire_at_once(False)`: whether this thread has it now. For hot paths, which then call `release`."""
+        """`acquire_at_once(False)`: whether this thread has it now, to `release` it later. For hot paths."""
         self.release = lock.release
         self.owner: int | None = None
         """The thread that has it. A hot path under which nothing else is waited for need not set it."""
