@@ -203,12 +203,11 @@ def set_item(container: Any, key: Any, value: Any) -> None:
         object.__setattr__(container, key, value)
 
 
-def tuple_like(value: tuple[Any, ...], items: Iterable[Any]) -> Any:
-    """A tuple of the class and with the attributes of another, and with other items."""
-    kind: Any = type(value)
+def tuple_like(kind: Any, attributes: Mapping[str, Any], items: Iterable[Any]) -> Any:
+    """A tuple of a class, with attributes besides its items."""
     # The results of `max` and `topk` are struct sequences, which tuple.__new__ refuses.
     made = kind(items) if hasattr(kind, "n_sequence_fields") else tuple.__new__(kind, items)
-    if attributes := getattr(value, "__dict__", None):
+    if attributes:
         vars(made).update(attributes)
     return made
 
@@ -220,7 +219,7 @@ def map_tuples(value: Any, replace: Callable[[Any], Any]) -> Any:
         return replace(value)
     items = [map_tuples(item, replace) for item in value]
     changed = any(new is not old for new, old in zip(items, value, strict=True))
-    return tuple_like(value, items) if changed else value
+    return tuple_like(kind, getattr(value, "__dict__", {}), items) if changed else value
 
 
 def attributes_besides(value: Any, content: Sequence[Child]) -> list[tuple[str, Any]]:

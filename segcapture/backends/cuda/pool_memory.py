@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from segcapture.writeback.aliases import shows_memory_alone
-from segcapture.writeback.memory import unbridgeable
+from segcapture.tensors import cannot_be_copied, shows_memory_alone
 
 PoolId = Any  # (int, int): torch's stubs make a type of their own of it
 
@@ -86,7 +85,7 @@ class PoolMemory:
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """A non-owning alias of a plain tensor that was allocated from the pool in this capture."""
-        plain = shows_memory_alone(tensor) and not unbridgeable(tensor)
+        plain = shows_memory_alone(tensor) and not cannot_be_copied(tensor)
         if not plain or tensor.device != self._device or tensor.is_conj() or tensor.is_neg():
             return None
         storage = tensor.untyped_storage()
