@@ -1,14 +1,14 @@
 """What a recorded call keeps so that it can be made again (contract C3)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import attrs
 import torch
 
 from segcapture.errors import CaptureFailedError
-from segcapture.tensors import View, own_alias, own_aliases, shows_memory_alone
-from segcapture.trees import map_tuples, tensors_in
+from segcapture.tensors import View, has_own_aliases, own_alias, shows_memory_alone
+from segcapture.trees import flatten, map_tuples
 
 
 class Live:
@@ -87,11 +87,15 @@ class Arguments:
         kwargs = {key: map_tuples(value, self._keep) for key, value in call.kwargs.items()}
         self.kept = Call(call.fn, args, kwargs, self._live)
         self.now = Call(call.fn, *resolve(call.args, call.kwargs)) if self._live else call
-        self._versions = [
-            (tensor, tensor._version)
-            for tensor in (tensors_in(*self.now.args, *self.now.kwargs.values()) if grad else ())
-            if tensor.requires_grad
-        ]
+        places = [] if not grad else flatten((self.now.args, self.now.kwargs))
+        # What an object holds, an optimizer say, is its own affair.
+        given = [p.value for p in places if isinstance(p.value, torch.Tensor) and not p.in_object]
+        self._versions = [(tensor, tensor._version) for tensor in given if tensor.requires_grad]
+
+    @property
+    def given(self) -> Collection[int]:
+        """Identities of the tensors that were passed, by themselves or in tuples."""
+        return self._aliases.keys()
 
     def _keep(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -104,8 +108,9 @@ class Arguments:
             items = value.values() if isinstance(value, dict) else value
             if any(type(item) is Live for item in items):
                 raise TypeError(
-                    f"A Live is in a {type(value).__qualname__}, which goes to the function as it is, so that "
-                    f"nobody asks it. Pass it by itself or in a tuple, or put new values into the container."
+                    f"A Live is in a {type(value).__qualname__}, which goes to the function as it is, so "
+                    f"that nobody asks it. Pass it by itself or in a tuple, or put new values into the "
+                    f"container."
                 )
         return value
 
@@ -115,7 +120,7 @@ class Arguments:
         alias = self._alias(tensor)
         if alias is None and shows_memory_alone(tensor) and tensor.layout is torch.strided:
             # Memory that a break has returned: what we keep must not count as an owner of it.
-            alias = own_alias(tensor) if own_aliases(tensor) else None
+            alias = own_alias(tensor) if has_own_aliases(tensor.untyped_storage()) else None
         return tensor if alias is None else alias
 
     def check_unchanged(self, segment: int, where: str) -> None:
@@ -147,8 +152,8 @@ class Arguments:
 
 
 WAYS_AROUND_AUTOGRAD = (
-    "Capture under `torch.no_grad()` or `torch.inference_mode()`; or, to train through it, call the function in "
-    "the `forward` and `backward` of a `torch.autograd.Function`."
+    "Capture under `torch.no_grad()` or `torch.inference_mode()`; or, to train through it, call the function "
+    "in the `forward` and `backward` of a `torch.autograd.Function`."
 )
 
 

@@ -1,15 +1,14 @@
 """What an eager function returns: bridged at capture, checked and written back at replay (contract C4).
 
-Fresh means: it dies when we let go of it. At capture the tensors are taken out of the output, and only their
-storages are kept. A storage that then has no other owner is fresh: later segments read a bridge, memory of the
-pool at a fixed address. Any other is memory owned elsewhere (an argument, a cache), and stays itself.
+Fresh means: it dies when we let go of it. At capture the tensors are taken out of the output, and only
+their storages are kept. A storage that then has no other owner is fresh: later segments read a bridge, memory
+of the pool at a fixed address. Any other is memory owned elsewhere (an argument, a cache), and stays itself.
 """
 
 import gc
-import json
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -21,9 +20,11 @@ from segcapture.tensors import (
     View,
     cannot_be_copied,
     copy_into,
+    has_own_aliases,
     on_bytes,
     own_alias,
     own_aliases,
+    shows_memory_alone,
     storage_id,
 )
 from segcapture.thread import warn
@@ -39,8 +40,9 @@ from segcapture.trees import (
     tuple_like,
 )
 
-Layout = tuple[str, Any, int]
-"""What is fixed about a place: its path, the class of a container or `Tensor`, and where it stands too."""
+Layout = tuple[str, Any, int, tuple[Any, ...]]
+"""What is fixed about a place: its path, the class of a container or `Tensor` (None: a plain value), the
+index of the place where the same container stands first, and the key."""
 _OPEN = object()
 """Stands for a tuple while its items are put back."""
 _ALIGNMENT = 256  # bytes; what the CUDA allocator's blocks have, and vectorised kernels may ask for
@@ -99,11 +101,14 @@ class Field:
     """A value of an output that is no tensor."""
 
     place: int
+    parent: int
     path: str
     value: Any
     """That of the capture."""
     container: Any = None
-    """The captured container, if the value can be replaced there: else None, as in a tuple."""
+    """The captured one; None for a tuple's and the root."""
+    owned: bool = False
+    """Whether values can be put into the container."""
     key: Any = None
     in_object: bool = False
     length: int = 0
@@ -114,11 +119,13 @@ class Field:
 # At capture
 
 
-def bridge(places: list[Place], memory: Memory, segment: int, where: str) -> tuple[Any, "WriteBack"]:
+def bridge(
+    places: list[Place], given: Collection[int], memory: Memory, segment: int, where: str
+) -> tuple[Any, "WriteBack"]:
     """Bridge the fresh tensors of an output that was just made.
 
     Returns what the model code receives, and the plan of its write-back. `places` must hold the only
-    references to the output; its values are taken out.
+    references to the output; its values are taken out. `given` are the identities of the arguments.
 
     Raises:
         CaptureFailedError: the output owns a tensor that cannot be bridged (a subclass, a sparse or quantized
@@ -127,33 +134,33 @@ def bridge(places: list[Place], memory: Memory, segment: int, where: str) -> tup
     """
     if len(places) == 1 and places[0].value is None:  # most breaks
         return None, WriteBack(
-            segment, where, [_layout_of(places[0])], [], [], [Field(0, places[0].path, None)], memory
+            segment, where, [_layout_of(places[0])], [], [], [Field(0, -1, places[0].path, None)], memory
         )
     owned = find_owned(places)
     _refuse_hidden_tensors(places, owned, segment, where)
     layout = [_layout_of(place) for place in places]
-    bridging = _Bridging(places, owned, memory)
+    bridging = _Bridging(places, owned, given, memory)
     try:
         bridging.let_go()
         bridging.bridge_what_is_fresh()
         root = bridging.refill(0)
     except (TypeError, ValueError, AttributeError, KeyError) as error:
         raise CaptureFailedError(
-            f"{where} returned a container that does not take a new tensor in the place of its own ({error}). "
-            f"Return a plain dict, list or object.",
+            f"{where} returned a container that does not take a new tensor in the place of its own "
+            f"({error}). Return a plain dict, list or object.",
             segment=segment,
         ) from error
     if bridging.lost is not None:
         raise CaptureFailedError(
-            f"{where} returned a tensor at `{bridging.lost.path}` which cannot be carried to later segments: a "
-            f"subclass, a sparse, nested or quantized tensor, or a conjugate or negative view. Return the plain "
-            f"dense tensors that it is made of (`.resolve_conj()`, `.resolve_neg()`).",
+            f"{where} returned a {bridging.kinds[id(bridging.lost)]} at `{bridging.lost.path}`, which cannot "
+            f"be carried to later segments. Return a plain dense torch.Tensor, for example the parts that it "
+            f"is made of.",
             segment=segment,
             path=bridging.lost.path,
         )
     leaves = bridging.keep()
     fields = [
-        _field(i, places, owned) for i, (_, kind, same) in enumerate(layout) if kind is None and same < 0
+        _field(i, places, owned) for i, (_, kind, same, _) in enumerate(layout) if kind is None and same < 0
     ]
     return root, WriteBack(segment, where, layout, leaves, [*bridging.blocks.values()], fields, memory)
 
@@ -162,9 +169,9 @@ def _refuse_hidden_tensors(places: list[Place], owned: list[bool], segment: int,
     for place, mine in zip(places, owned, strict=True):
         if mine and (what := hidden_tensor(place)) is not None:
             raise CaptureFailedError(
-                f"{where} returned a {type(place.value).__qualname__} at `{place.path}`, and {what} holds a "
-                f"tensor, which cannot be written back there. Return it in a tuple, list, dict, or a field of "
-                f"the outer class (of a Hugging Face output: pass use_cache=False, or return `.logits`).",
+                f"{where} returned a {type(place.value).__qualname__} at `{place.path}`, and {what} holds "
+                f"a tensor, which cannot be written back there. Return it in a tuple, list, dict, or a field "
+                f"of the outer class (of a Hugging Face output: pass use_cache=False, or return `.logits`).",
                 segment=segment,
                 path=place.path,
                 found=type(place.value),
@@ -172,18 +179,20 @@ def _refuse_hidden_tensors(places: list[Place], owned: list[bool], segment: int,
 
 
 def _layout_of(place: Place) -> Layout:
-    if isinstance(place.value, torch.Tensor):
-        return place.path, torch.Tensor, -1
-    return place.path, type(place.value) if place.is_container else None, place.same_as
+    kind = torch.Tensor if isinstance(place.value, torch.Tensor) else None
+    # Equal keys have equal hashes; tensors are compared no further.
+    key = (hash(place.key), type(place.key), place.key)
+    return place.path, type(place.value) if place.is_container else kind, place.same_as, key
 
 
 def _field(i: int, places: list[Place], owned: list[bool]) -> Field:
     place = places[i]
     above = places[place.parent].value if place.parent >= 0 else ()
-    if isinstance(above, tuple) or not owned[place.parent]:
-        return Field(i, place.path, place.value)
+    if isinstance(above, tuple):
+        return Field(i, place.parent, place.path, place.value)
     length = len(above) if isinstance(above, list) else 0
-    return Field(i, place.path, place.value, above, place.key, place.in_object, length)
+    mine = owned[place.parent]
+    return Field(i, place.parent, place.path, place.value, above, mine, place.key, place.in_object, length)
 
 
 @attrs.frozen
@@ -196,13 +205,17 @@ class _Seen:
     """None for one whose memory does not hold all that it is."""
     storage: int
     """Identity of its storage."""
+    inference: bool
+    """Whether it was made in inference mode: a view of a weight was not, even there."""
 
 
 class _Bridging:
     """Takes the tensors out of an output, and puts bridges in the places of those that died."""
 
-    def __init__(self, places: list[Place], owned: list[bool], memory: Memory) -> None:
-        self._places, self._owned, self._memory = places, owned, memory
+    def __init__(
+        self, places: list[Place], owned: list[bool], given: Collection[int], memory: Memory
+    ) -> None:
+        self._places, self._owned, self._given, self._memory = places, owned, given, memory
         self._seen: dict[int, _Seen] = {}
         """By the index of the place."""
         self._shells: dict[int, tuple[Any, Any]] = {}
@@ -212,19 +225,31 @@ class _Bridging:
         """What the model receives, by the identity that the tensor had."""
         self.blocks: dict[int, Block] = {}
         """By the identity of the storage."""
+        self._in_kept: set[int] = set()
+        """Identities of the tensors in containers that are kept."""
+        self.kinds: dict[int, str] = {}
+        """Of places whose tensor cannot be bridged: why."""
         self.lost: Place | None = None
         """A tensor that died though it cannot be bridged."""
 
     def let_go(self) -> None:
         """Drop all tensors of the output; keep their views and storages."""
+        # Containers with plain values are kept, to put new ones into them.
+        kept = {p.parent for p in self._places if not (p.is_container or isinstance(p.value, torch.Tensor))}
         for i, place in enumerate(self._places):
             if isinstance(place.value, torch.Tensor):
                 view, key = None, 0
-                if not cannot_be_copied(place.value):
+                if place.parent in kept and self._owned[place.parent]:
+                    self._in_kept.add(id(place.value))
+                if kind := cannot_be_copied(place.value):
+                    self.kinds[id(place)] = kind
+                else:
                     storage = place.value.untyped_storage()
                     view, key = View.of(place.value), storage._cdata
                     self._storages[key] = storage
-                self._seen[i] = _Seen(id(place.value), weakref.ref(place.value), view, key)
+                self._seen[i] = _Seen(
+                    id(place.value), weakref.ref(place.value), view, key, place.value.is_inference()
+                )
             elif isinstance(place.value, tuple) and place.inside is not None and self._owned[i]:
                 self._shells[i] = type(place.value), dict(getattr(place.value, "__dict__", ()))
         dropped = [
@@ -241,12 +266,13 @@ class _Bridging:
         storages = list(self._storages.values())
         # One reference is that of our dict: torch gives out one Python object for a storage.
         for storage, count in zip(storages, references(storages), strict=True):
-            key, mine = storage._cdata, storage.resizable()
-            alone = mine and count == 1 and torch._C._storage_Use_Count(key) == 1
-            self.blocks[key] = Block(fresh=alone, movable=mine)
+            key, owner = storage._cdata, storage.resizable()
+            alone = owner and count == 1 and torch._C._storage_Use_Count(key) == 1
+            self.blocks[key] = Block(fresh=alone, movable=owner and not has_own_aliases(storage))
         for position, seen in enumerate(self._seen.values()):
             if seen.view is not None:
                 self.blocks[seen.storage].leaves.append(position)
+                self.blocks[seen.storage].movable &= seen.identity not in self._given
         if any(storage.device != self._memory.device for storage in storages):
             self._memory.wait_for_host_copies()
         with torch.no_grad():
@@ -279,12 +305,19 @@ class _Bridging:
             self._made[identity].copy_(view.on(storage))
 
     def _received(self, seen: _Seen) -> torch.Tensor | None:
-        """A view of the bridge; else the tensor itself, made again if only its storage lives."""
+        """A view of the bridge; else the tensor itself, made again if only its storage lives.
+
+        A container that is kept gets an alias of it, so that the container does not count as an owner.
+        """
         made = self._made.get(seen.identity)
-        if made is None:
-            made = seen.tensor()
+        if made is not None:
+            return made
+        made = seen.tensor()
         if made is None and seen.view is not None:
-            made = seen.view.on(self._storages[seen.storage])
+            with torch.inference_mode(seen.inference):
+                made = seen.view.on(self._storages[seen.storage])
+        elif made is not None and seen.identity in self._in_kept and shows_memory_alone(made):
+            made = own_alias(made)
         if made is not None:
             self._made[seen.identity] = made
         return made
@@ -326,7 +359,7 @@ class _Bridging:
             alias = aliases.get(seen.identity)
             if alias is None:
                 alias = self._memory.alias(tensor)
-                if block.movable:  # not memory of the pool, nor what captured code may write to unseen
+                if block.movable:  # neither an argument, nor memory that captured code may write to unseen
                     block.movable = not block.fresh and alias is None and not tensor.is_inference()
                     block.version = tensor._version if block.movable else 0
                 aliases[seen.identity] = alias = own_alias(tensor) if alias is None else alias
@@ -357,7 +390,7 @@ class WriteBack:
         self.leaves, self.blocks = leaves, blocks
         self._segment, self._where, self._layout = segment, where, layout
         self._fields, self._memory = fields, memory
-        self._places = [i for i, (_, kind, _) in enumerate(layout) if kind is torch.Tensor]
+        self._places = [i for i, place in enumerate(layout) if place[1] is torch.Tensor]
         self._targets = [leaf.target for leaf in leaves]
         self._at = [leaf.view.address if leaf.view else 0 for leaf in leaves]
         self._first = _groups([leaf.block for leaf in leaves], self._targets)
@@ -368,11 +401,10 @@ class WriteBack:
         self._high = max((high for _, high in self._spans), default=0)
         self._on_host = any(target.device != memory.device for target in self._targets)
         self._fit: Callable[..., bool] = _unsure
-        root, items = layout[0][1], [kind for _, kind, _ in layout[1:]]
+        root, items = layout[0][1], [place[1] for place in layout[1:]]
         flat = root is not None and root is not torch.Tensor and not {*items} - {torch.Tensor, None}
         self._flat = root if flat and issubclass(root, tuple | list | dict) else None
-        names = [path.removeprefix("out") for path, _, _ in layout[1:]]
-        self._keys = [json.loads(name[1:-1]) for name in names if name[1:2] == '"'] if root is dict else []
+        self._keys = [place[3] for place in layout[1:]]
 
     @property
     def store(self) -> Callable[[Any], None]:
@@ -397,7 +429,7 @@ class WriteBack:
 
     def frozen(self) -> list[tuple[str, Any]]:
         """Path of each plain value in the output that cannot be replaced, and the value at capture."""
-        return [(field.path, field.value) for field in self._fields if field.container is None]
+        return [(field.path, field.value) for field in self._fields if not field.owned]
 
     def seal(self) -> None:
         """The capture is complete: memory owned elsewhere that it wrote to must not move any more."""
@@ -414,13 +446,15 @@ class WriteBack:
         if self._places:
             self._write([values[i] for i in self._places])
         for field in self._fields:
-            self._put(field, values[field.place])
+            if field.container is None or field.container is not values[field.parent]:
+                self._put(field, values[field.place])
 
     def _read(self, out: Any) -> Sequence[Any]:
         """The value in each place of an output that is built as the captured one."""
         if type(out) is self._flat and len(out) == len(self._layout) - 1:
-            if self._flat is not dict or list(out) == self._keys:
-                values = [out, *(out.values() if self._flat is dict else out)]
+            is_dict = isinstance(out, dict)
+            if not is_dict or [(hash(key), type(key), key) for key in out] == self._keys:
+                values = [out, *(out.values() if is_dict else out)]
                 if all(values[f.place] is f.value or _is_leaf(values[f.place]) for f in self._fields):
                     return values
         places = flatten(out)
@@ -488,7 +522,7 @@ class WriteBack:
     @staticmethod
     def _bytes_like(memory: torch.Tensor, new: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """uint8 [bytes]: around a new leaf, what `memory` is around the captured one."""
-        low = new.storage_offset() * new.element_size() - (target.data_ptr() - memory.data_ptr())
+        low = int(new.storage_offset()) * new.element_size() - (target.data_ptr() - memory.data_ptr())
         return on_bytes(new.untyped_storage(), low, low + memory.numel())
 
     def _check_may_move(self, block: Block, leaf: Leaf, new: torch.Tensor) -> None:
@@ -497,10 +531,11 @@ class WriteBack:
             return
         expected, found = View.of(leaf.target), View.of(new)
         raise OutputMismatchError(
-            f"{self._where} returned other memory at `{leaf.path}`: later segments read 0x{expected.address:x} "
-            f"with strides {list(expected.stride)}, which the function did not make anew at capture, found "
-            f"0x{found.address:x} with strides {list(found.stride)}. Copying would change its owner's data, not "
-            f"copying would be stale: return a new tensor (`.clone()`), or the same one each time.",
+            f"{self._where} returned other memory at `{leaf.path}`: later segments read memory that "
+            f"others own or that captured code wrote to, 0x{expected.address:x} with strides "
+            f"{list(expected.stride)}, found 0x{found.address:x} with strides {list(found.stride)}. Copying "
+            f"would change its owner's data, not copying would be stale: return a new tensor (`.clone()`), "
+            f"or the same one each time.",
             segment=self._segment,
             path=leaf.path,
             expected=expected,
@@ -515,7 +550,7 @@ class WriteBack:
             for leaf, tensor in zip(self.leaves, new, strict=True):
                 self._check_one(leaf, tensor)
             # Made here and not at capture, since it compares the thread's dispatch state too.
-            self._fit = _guard(new)
+            self._fit = _guard(new) if all(leaf.view for leaf in self.leaves) else _unsure
         if self._separate and len(new) == 1:
             return [new[0].data_ptr() if self.leaves[0].view else 0]
         pointers = [t.data_ptr() if leaf.view else 0 for t, leaf in zip(new, self.leaves, strict=True)]
@@ -567,8 +602,8 @@ class WriteBack:
                 continue
             raise OutputMismatchError(
                 f"{self._where} returned `{self.leaves[i].path}` with strides {list(new[i].stride())}, "
-                f"{_shares(now, i, self.leaves, distance)}; later segments read strides "
-                f"{list(self._targets[i].stride())}, {_shares(before, i, self.leaves, expected)}. How outputs "
+                f"{_how(now, i, self.leaves, distance)}; later segments read strides "
+                f"{list(self._targets[i].stride())}, {_how(before, i, self.leaves, expected)}. How outputs "
                 f"share memory is fixed at capture: return the same views, or clones.",
                 segment=self._segment,
                 path=self.leaves[i].path,
@@ -580,11 +615,13 @@ class WriteBack:
         before, now = next(pair for pair in zip_longest(self._layout, found) if pair[0] != pair[1])
         path = before[0] if before else now[0]
         expected = _in_words(before)
-        other = _in_words(now) + (f" at `{now[0]}`" if before and now and before[0] != now[0] else "")
+        other = _in_words(now)
+        if before and now and (before[0] != now[0] or before[3] != now[3]):
+            other += f" at `{now[0]}`, with the key {now[3][-1]!r}"
         return OutputMismatchError(
-            f"{self._where} returned another structure: later segments read {expected} at `{path}`, found "
-            f"{other}. The structure of an output is fixed at capture: return the same one each time (pad a "
-            f"list to one length), or capture again.",
+            f"{self._where} returned another structure: later segments read {expected} at `{path}`, "
+            f"found {other}. The structure of an output is fixed at capture: return the same one each time "
+            f"(pad a list to one length), or capture again.",
             segment=self._segment,
             path=path,
             expected=before[1] if before else None,
@@ -596,13 +633,13 @@ class WriteBack:
     def _put(self, field: Field, new: Any) -> None:
         """Put a value into the captured container; where that cannot be done, warn once if it differs."""
         container, key = field.container, field.key
-        if container is None:
+        if not field.owned:
             if not field.warned and not _equal(field.value, new):
                 field.warned = True
                 warn(
-                    f"{self._where} returned {new!r} at `{field.path}`, and {field.value!r} at capture. Later "
-                    f"segments were recorded for the old value. Return it as a tensor, or in a new list, dict "
-                    f"or object that a later eager segment reads.",
+                    f"{self._where} returned {new!r} at `{field.path}`, and {field.value!r} at capture. "
+                    f"Later segments were recorded for the old value. Return it as a tensor, or in a new "
+                    f"list, dict or object that a later eager segment reads.",
                     FrozenValueWarning,
                 )
             return
@@ -647,7 +684,8 @@ def _equal(old: Any, new: Any) -> bool:
 
 _storage_offset = torch.Tensor.storage_offset
 # Of a storage with tensors on it; torch versions differ in whether those hold its Python object too.
-_HELD_BY_TENSORS = references([torch.empty(1, device="cpu").untyped_storage()])[0]
+_probe = torch.empty(1, device="cpu")
+_HELD_BY_TENSORS = references([_probe.untyped_storage()])[0]
 
 
 def _is_ours_alone(alias: torch.Tensor) -> bool:
@@ -672,7 +710,7 @@ def _same_strides(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     return all(size < 2 or a == b for size, a, b in pairs)
 
 
-def _shares(first: int, i: int, leaves: Sequence[Leaf], distance: int) -> str:
+def _how(first: int, i: int, leaves: Sequence[Leaf], distance: int) -> str:
     if first == i:
         return "separate from the others"
     return f"on the memory of `{leaves[first].path}` at a distance of {distance} bytes"

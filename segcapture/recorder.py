@@ -80,8 +80,8 @@ class Run:
         """Begin. Raise CaptureStateError if this thread is inside of a run already."""
         if state.run is not None:
             raise CaptureStateError(
-                f"This thread is already capturing ({state.run.place}). Captures do not nest: leave the outer "
-                f"`with` block first."
+                f"This thread is already capturing ({state.run.place}). Captures do not nest: leave the "
+                f"outer `with` block first."
             )
         try:
             self._set_up()
@@ -278,7 +278,7 @@ class Recorder(Run):
                     listener.break_ends(index, places)
                 if ambient.grad:
                     _refuse_grad(places, index, where)
-                result, writeback = bridge(places, backend, index, where)
+                result, writeback = bridge(places, arguments.given, backend, index, where)
         finally:
             self.inside_eager = False
             if casts:  # a weight cast here would be read by later segments, and freed at autocast's exit
@@ -335,8 +335,8 @@ def _refuse_grad(places: list[Place], index: int, where: str) -> None:
     for place in places:
         if isinstance(place.value, torch.Tensor) and place.value.requires_grad:
             raise CaptureFailedError(
-                f"{where} returned a tensor that requires grad at `{place.path}`. An eager break is opaque to "
-                f"autograd. {WAYS_AROUND_AUTOGRAD}",
+                f"{where} returned a tensor that requires grad at `{place.path}`. An eager break is opaque "
+                f"to autograd. {WAYS_AROUND_AUTOGRAD}",
                 segment=index,
                 path=place.path,
             )

@@ -110,6 +110,11 @@ def flatten(root: Any, name: str = "out") -> list[Place]:
         place.inside = range(len(places), len(places) + len(content))
         within = place.in_object or is_plain_object(place.value)
         places += [Place(place.path + suffix, index, key, item, within) for key, suffix, item in content]
+    for place in places:
+        if (
+            not place.is_container and id(place.value) in seen
+        ):  # in an object, and outside of one further down
+            place.same_as = seen[id(place.value)]
     return places
 
 
