@@ -316,7 +316,7 @@ class _Bridging:
         if made is None and seen.view is not None:
             with torch.inference_mode(seen.inference):
                 made = seen.view.on(self._storages[seen.storage])
-        elif made is not None and seen.identity in self._in_kept and shows_memory_alone(made):
+        if made is not None and seen.identity in self._in_kept and shows_memory_alone(made):
             made = own_alias(made)
         if made is not None:
             self._made[seen.identity] = made
