@@ -108,8 +108,8 @@ def test_other_threads_work_during_captures(cuda):
 
 
 @pytest.mark.cuda
-def test_captures_of_one_lane_replay_in_two_threads(cuda):
-    """Captures that share a stream's workspace or a pool take turns, and stay right."""
+def test_captures_of_one_pool_replay_in_two_threads(cuda):
+    """Captures that share memory run one after the other, and stay right."""
     captures = []
     pool = None
     with torch.no_grad():

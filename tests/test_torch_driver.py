@@ -49,9 +49,11 @@ def test_streams_are_joined_one_by_one(monkeypatch):
 
     driver = Driver()
     monkeypatch.setattr(driver, "_stream", Stream)
+    monkeypatch.setattr(driver, "is_valid", lambda raw: raw == 1)
     assert driver.join(1, [Stream(2), Stream(3)]) == -1
     driver.order(after=4, before=5)
     assert waits == [(1, 2), (1, 3), (4, 5)]
+    assert driver.join(2, [Stream(3)]) is None
 
 
 def test_what_it_cannot_do():
