@@ -48,16 +48,8 @@ def replay_loop(
         for segment in segments
     ]
 
-    def at(first: int, steps: list[Step], remaining: Any) -> Any:
-        return segments[first + len(steps) - remaining.__length_hint__() - 1]
-
-    def run(stream: Any, steps: list[Step] = program, first: int = 0) -> None:
-        if steps is program and (watch is not None or profiler._is_profiler_enabled):
-            for index, segment in enumerate(segments):
-                with torch.profiler.record_function(str(segment)) if watch is None else watch(segment):
-                    run(stream, program[index : index + 1], index)
-            return
-        remaining: Any = iter(steps)  # it knows how far we are, so that counting costs nothing on the way
+    def run_steps(steps: list[Step], of: Sequence[Segment], stream: Any) -> None:
+        remaining = iter(steps)
         try:
             for fn, args, store in remaining:
                 if args is None:
@@ -69,17 +61,30 @@ def replay_loop(
                 elif store is None:
                     out = fn(*args)
                     if out is not None:
-                        at(first, steps, remaining).writeback.store(out)  # says what it expected
+                        _now(of, remaining).writeback.store(out)  # says what it expected
                 else:
                     store(fn(*args))
         except BaseException as error:
             error.add_note(
-                f"segcapture: raised in {at(first, steps, remaining)} during replay. The segments after it "
-                f"did not run; the capture can be replayed again."
+                f"segcapture: raised in {_now(of, remaining)} during replay. The segments after it did not "
+                f"run; the capture can be replayed again."
             )
             raise
 
+    def run(stream: Any) -> None:
+        if watch is None and not profiler._is_profiler_enabled:
+            run_steps(program, segments, stream)
+            return
+        for segment, step in zip(segments, program, strict=True):
+            with torch.profiler.record_function(str(segment)) if watch is None else watch(segment):
+                run_steps([step], [segment], stream)
+
     return run
+
+
+def _now(segments: Sequence[Segment], remaining: Any) -> Any:
+    """The segment that runs now: the iterator over the steps knows, so that counting costs nothing."""
+    return segments[len(segments) - remaining.__length_hint__() - 1]
 
 
 def _eager_step(segment: EagerSegment, base: Ambient | None, around: Around | None) -> Step:

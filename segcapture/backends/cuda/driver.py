@@ -73,8 +73,8 @@ class Driver:
     """Of each device one, that an empty node may write to."""
 
     def create_stream(self) -> torch.cuda.Stream:
-        """A non-blocking stream that nobody else can get: here as long as less than 32 are used."""
-        stream = torch.cuda.Stream()
+        """A non-blocking stream that nobody else can get: here one that hardly anybody asks for."""
+        stream = torch.cuda.Stream(priority=-3)
         with torch.inference_mode(False):
             byte = torch.zeros(1, dtype=torch.uint8, device=stream.device)
         self._bytes.setdefault(stream.device_index, byte)

@@ -171,7 +171,7 @@ class Pool:
         self._anchor = self._open()
 
     def _open(self) -> CudaGraph:
-        """torch closes a pool with its last graph, and forgets it when the cache is emptied."""
+        """torch closes a pool with its last graph, and forgets it when its caches are emptied."""
         try:
             return self._try_to_open()
         except torch.OutOfMemoryError:
@@ -180,6 +180,7 @@ class Pool:
             gc.collect()
         try:
             torch.cuda.empty_cache()
+            torch._C._host_emptyCache()
             return self._try_to_open()
         except RuntimeError as error:
             raise CaptureStateError(
@@ -305,10 +306,7 @@ def in_order(pool: Pool, on: CaptureStream, run: Callable[[Any], None], *, calls
     current_device, current = torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream
     is_captured = torch._C._cuda_isCurrentStreamCapturing
 
-    def replay() -> None:
-        if current_device() != index:
-            with torch.cuda.device(device):
-                return replay()
+    def replay_on_device() -> None:
         with lock:
             raw = current(index)
             if is_captured():
@@ -329,14 +327,23 @@ def in_order(pool: Pool, on: CaptureStream, run: Callable[[Any], None], *, calls
                 if around is not None:  # the replay or capture around this one goes on after it
                     place.move_to(around)
 
+    def replay() -> None:
+        if current_device() == index:
+            replay_on_device()
+        else:
+            with torch.cuda.device(device):
+                replay_on_device()
+
     def replay_graphs() -> None:
-        # On the stream used last, and with nothing under way around it, there is nothing to do or to refuse:
+        # On the stream used last, and with nothing under way elsewhere, there is nothing to do or to refuse:
         # whether the stream is captured, CUDA says (error 900), and asking costs a fifth of a launch.
         if not acquire_at_once(False):
             wait()
         try:
             raw = current(index)
-            if raw == place.last and place.running is None and current_device() == index:
+            around = place.running
+            alone = (around is None or around == raw) and not pool.in_use
+            if alone and raw == place.last and current_device() == index:
                 run(handle(raw))
             else:
                 replay()
