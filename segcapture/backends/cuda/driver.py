@@ -135,17 +135,6 @@ class Driver:
         return torch.cuda.ExternalStream(raw) if raw else torch.cuda.default_stream()
 
 
-class _MadeOnce(dict[Any, Any]):
-    """What `make` makes of each key, when it is first asked for."""
-
-    def __init__(self, make: Callable[[Any], Any]) -> None:
-        super().__init__()
-        self._make = make
-
-    def __missing__(self, key: Any) -> Any:
-        return self.setdefault(key, self._make(key))
-
-
 class CudaDriver(Driver):
     """Through cuda-python."""
 
@@ -153,9 +142,9 @@ class CudaDriver(Driver):
         from cuda.bindings import driver
 
         self._cuda: Any = driver
-        self.handle = _MadeOnce(driver.CUstream).__getitem__
+        self.handle = functools.cache(driver.CUstream)
         no_timing = driver.CUevent_flags.CU_EVENT_DISABLE_TIMING
-        self._events = _MadeOnce(lambda key: self._call("cuEventCreate", no_timing)[0])
+        self._event = functools.cache(lambda device, raw: self._call("cuEventCreate", no_timing)[0])
 
     def _call(self, name: str, *args: Any) -> tuple[Any, ...]:
         return call(self._cuda, name, *args)
@@ -239,7 +228,7 @@ class CudaDriver(Driver):
     def order(self, after: int, before: int) -> None:
         """With one event for each stream that is waited for, made once."""
         bind_context()
-        event = self._events[torch.cuda.current_device(), before]  # the default stream of each device is 0
+        event = self._event(torch.cuda.current_device(), before)  # the default stream of each device is 0
         self._call("cuEventRecord", event, self.handle(before))
         self._call("cuStreamWaitEvent", self.handle(after), event, 0)
 

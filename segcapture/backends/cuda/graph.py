@@ -3,6 +3,7 @@
 import functools
 import gc
 import threading
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -139,23 +140,22 @@ def collections_relaxed(error_mode: str) -> Iterator[None]:
     of other threads disturb a capture in the error mode `global` alone.
     """
     owner, exchange_mode = threading.get_ident(), get_driver().exchange_mode
-    modes: dict[int, list[int]] = {}
+    modes: defaultdict[int, list[int]] = defaultdict(list)
 
     def hook(phase: str, info: dict[str, int]) -> None:
-        if error_mode != "global" and threading.get_ident() != owner:
-            return
-        mine = modes.setdefault(threading.get_ident(), [])
-        if phase == "start":
-            mine.append(exchange_mode())
-        elif mine:
-            exchange_mode(mine.pop())
+        me = threading.get_ident()
+        if me == owner or error_mode == "global":
+            if phase == "start":
+                modes[me].append(exchange_mode())
+            elif modes[me]:
+                exchange_mode(modes[me].pop())
 
     gc.callbacks.append(hook)
     try:
         yield
     finally:
         gc.callbacks.remove(hook)
-        for mode in reversed(modes.get(owner, [])):
+        for mode in reversed(modes[owner]):
             exchange_mode(mode)
 
 
