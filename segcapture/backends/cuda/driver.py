@@ -36,10 +36,15 @@ _WITH_EDGE_DATA = {
 }
 
 
+@functools.cache
+def _function(cuda: Any, name: str) -> Callable[..., tuple[Any, ...]]:
+    function: Callable[..., tuple[Any, ...]] = getattr(cuda, _WITH_EDGE_DATA.get(name, name), None)
+    return function or getattr(cuda, name)
+
+
 def call(cuda: Any, name: str, *args: Any) -> tuple[Any, ...]:
     """Call a function of `cuda.bindings.driver`; a status other than success is a RuntimeError."""
-    function = getattr(cuda, _WITH_EDGE_DATA.get(name, name), None) or getattr(cuda, name)
-    status, *values = function(*args)
+    status, *values = _function(cuda, name)(*args)
     if status:
         raise RuntimeError(f"{name} failed with CUDA error {int(status)} ({status.name})")
     return tuple(values)

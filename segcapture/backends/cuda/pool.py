@@ -2,6 +2,7 @@
 
 import bisect
 import ctypes
+import functools
 import gc
 import os
 import threading
@@ -9,7 +10,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -20,6 +21,8 @@ from segcapture.errors import CaptureStateError
 from segcapture.exclusive import Exclusive
 from segcapture.tensors import cannot_be_copied, shows_memory_alone
 from segcapture.thread import state
+
+_Made = TypeVar("_Made")
 
 _device_locks: dict[int | None, Exclusive] = {}
 
@@ -65,9 +68,8 @@ class CaptureStream:
         torch._C._cuda_beginAllocateCurrentThreadToPool(self.device.index, self.workspace_pool)
         torch._C._cuda_endAllocateToPool(self.device.index, self.workspace_pool)
         with torch.inference_mode(False):
-            self._one, self._out = (
-                torch.ones(16, 16, device=self.device, dtype=torch.float32) for _ in range(2)
-            )
+            one, out = (torch.ones(16, 16, device=self.device, dtype=torch.float32) for _ in range(2))
+        self._use_cublaslt = functools.partial(torch.addmm, one[0], one, one, out=out)
 
     def prepare(self) -> None:
         """Make the workspaces that the stream, which is current, lacks for the calling thread's cuBLAS."""
@@ -75,14 +77,12 @@ class CaptureStream:
         configured = os.environ.get("CUBLAS_WORKSPACE_CONFIG") in (":4096:8", ":16:8")
         # Else torch refuses cuBLAS, where it is told to be deterministic.
         if ONE_CAPTURE_A_DEVICE and (configured or not torch.are_deterministic_algorithms_enabled()):
-            with allocating_from(self.workspace_pool, self.device):
-                # cuBLASLt may have one of its own there (before 2.12), and nothing but its use makes it.
-                torch.addmm(self._one[0], self._one, self._one, out=self._out)
+            # cuBLASLt may have one of its own there (before 2.12), and nothing but its use makes it.
+            _from_pool(self.workspace_pool, self.device, self._use_cublaslt)
 
     def prepare_handle(self) -> None:
         """The part that calls no operator."""
-        with allocating_from(self.workspace_pool, self.device):
-            torch.cuda.current_blas_handle()
+        _from_pool(self.workspace_pool, self.device, torch.cuda.current_blas_handle)
 
     def move_to(self, raw: int) -> None:
         """Let a stream wait for the one used last, if it is another."""
@@ -362,12 +362,11 @@ def in_order(pool: Pool, on: CaptureStream, run: Callable[[Any], None], *, calls
 # Its memory
 
 
-@contextmanager
-def allocating_from(pool_id: PoolId, device: torch.device) -> Iterator[None]:
-    """For the block, what this thread allocates on the device comes from a pool."""
+def _from_pool(pool_id: PoolId, device: torch.device, make: Callable[[], _Made]) -> _Made:
+    """What `make` returns, where what it allocates on the device comes from a pool."""
     torch._C._cuda_beginAllocateCurrentThreadToPool(device.index, pool_id)
     try:
-        yield
+        return make()
     finally:
         torch._C._cuda_endAllocateToPool(device.index, pool_id)
         torch._C._cuda_releasePool(device.index, pool_id)
@@ -420,8 +419,8 @@ class PoolMemory:
 
     def allocate(self, nbytes: int) -> torch.UntypedStorage:
         """A new block of the pool, for the current stream."""
-        with allocating_from(self._owner.id, self._device):
-            return torch.empty(nbytes, dtype=torch.uint8, device=self._device).untyped_storage()
+        make = functools.partial(torch.empty, nbytes, dtype=torch.uint8, device=self._device)
+        return _from_pool(self._owner.id, self._device, make).untyped_storage()
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """A non-owning alias of a plain tensor that was allocated from the pool in this capture."""
@@ -487,9 +486,11 @@ def _make_room(device: torch.device) -> None:
 
     While a capture is running, torch does not do so when memory runs out.
     """
-    stats = torch._C._cuda_memoryStats(device.index)
-    reserved, allocated = (stats[name]["all"]["current"] for name in ("reserved_bytes", "allocated_bytes"))
     free, total = torch.cuda.mem_get_info(device)
     limit = int(torch.cuda.get_per_process_memory_fraction(device) * total)
+    if limit == total and free >= total - free:
+        return  # it cannot be more: it is part of what is not free
+    stats = torch._C._cuda_memoryStats(device.index)
+    reserved, allocated = (stats[name]["all"]["current"] for name in ("reserved_bytes", "allocated_bytes"))
     if reserved - allocated > min(free, limit - reserved):
         torch.cuda.empty_cache()
