@@ -17,8 +17,7 @@ from segcapture.inspect.check import Checks
 from segcapture.inspect.guard import Guard
 from segcapture.inspect.methods import Inspection
 from segcapture.operators.break_on import OperatorBreaks
-from segcapture.options import Options
-from segcapture.recorder import Recording
+from segcapture.recorder import Options, Recorder
 from segcapture.segments import GraphSegment, Segment
 from segcapture.thread import state
 
@@ -105,7 +104,7 @@ class BreakableCUDAGraphCapture(Inspection):
             capture_error_mode=capture_error_mode,
             generators=tuple(generators),
         )
-        self._recording: Recording | None = None
+        self._recorder: Recorder | None = None
         self._reason = ""
         self._clear()
 
@@ -118,15 +117,15 @@ class BreakableCUDAGraphCapture(Inspection):
     @classmethod
     def current(cls) -> "BreakableCUDAGraphCapture | None":
         """The capture that the calling thread is inside of, or None."""
-        if state.recording is None:
+        if state.run is None:
             return None
-        owner: BreakableCUDAGraphCapture = state.recording.owner
+        owner: BreakableCUDAGraphCapture = state.run.owner
         return owner
 
     @property
     def segments(self) -> tuple[Segment, ...]:
         """The segments in the order of replay."""
-        return tuple(self._recording.segments) if self._recording is not None else self._segments
+        return tuple(self._recorder.segments) if self._recorder is not None else self._segments
 
     @property
     def num_graphs(self) -> int:
@@ -151,48 +150,38 @@ class BreakableCUDAGraphCapture(Inspection):
     # Capture
 
     def __enter__(self) -> "BreakableCUDAGraphCapture":
-        if state.recording is not None:
-            raise CaptureStateError(
-                f"This thread is already capturing ({state.recording.place}). Captures do not nest: leave "
-                f"the outer `with` block first."
-            )
-        if self._status is not _Status.NEW:
+        if self._status is not _Status.NEW and state.run is None:
             raise CaptureStateError(f"{self._title()} {self._status.value}: call reset() to capture again.")
-        self._status = _Status.CAPTURING
         self._ambient = Ambient.current(self.device)
-        checks = Checks(self._backend) if self._check else None
-        self._recording = Recording(self, self._backend, self._options, checks)
-        try:
-            self._recording.enter()
-        except BaseException:
-            self._recording = None
-            self._status = _Status.FAILED
-            raise
+        self._checks = Checks(self._backend) if self._check else None
+        recorder = Recorder(self, self._backend, self._options, [self._checks] if self._checks else [])
+        recorder.enter()
+        self._recorder, self._status = recorder, _Status.CAPTURING
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        recording = self._recording
-        if recording is None or recording.thread != threading.get_ident():
+        recorder = self._recorder
+        if recorder is None or recorder.thread != threading.get_ident():
             raise CaptureStateError(
                 f"{self._title()} was entered in another thread, or not at all, and CUDA ties a capture to "
                 f"its thread: leave the `with` block in the thread that entered it."
             )
         failure = error
-        if failure is None and recording.failure is not None:
-            failure = self._swallowed(recording.failure)
+        if failure is None and recorder.failure is not None:
+            failure = self._swallowed(recorder.failure)
         if failure is None:
             try:
-                recording.finish()
+                recorder.finish()
             except BaseException as at_end:
                 failure = at_end
-        self._recording = None
+        self._recorder = None
         self._status = _Status.FAILED
-        recording.leave(failure)
+        recorder.leave(failure)
         if failure is None:
-            self._segments = tuple(recording.segments)
-            self._guard = recording.guard
+            self._segments = tuple(recorder.segments)
+            self._guard = None if self._checks is None else self._checks.guard
             watch = None if self._guard is None else self._guard.segment
             self._replayer = self._backend.replayer(self._segments, watch)
             self._status = _Status.READY
@@ -227,13 +216,13 @@ class BreakableCUDAGraphCapture(Inspection):
         """
         if not callable(fn):
             raise TypeError(f"add_eager takes a function, got {fn!r}")
-        recording = state.recording
-        if recording is None or recording.owner is not self:
+        run = state.run
+        if run is None or run.owner is not self:
             raise CaptureStateError(
                 f"add_eager needs a running capture: {self._title()} {self._status.value}, or another thread "
                 f"is inside of it. Call it inside of the `with` block."
             )
-        return recording.record_break(fn, args, kwargs, getattr(fn, "__name__", type(fn).__name__))
+        return run.record_break(fn, args, kwargs, getattr(fn, "__name__", type(fn).__name__))
 
     # Replay
 
@@ -253,7 +242,7 @@ class BreakableCUDAGraphCapture(Inspection):
         """
         if self._replayer is None:
             raise self._cannot_replay()
-        if state.recording is not None and not state.recording.inside_eager:
+        if state.run is not None and not state.run.inside_eager:
             raise CaptureStateError(
                 "replay() inside of a graph segment would be captured in part and run in part: call it in "
                 "a function marked `@eager_break_during_capture`."

@@ -118,6 +118,11 @@ def own_aliases(tensor: torch.Tensor) -> "list[weakref.ref[torch.Tensor]]":
     return found
 
 
+def has_own_aliases(storage: torch.UntypedStorage) -> bool:
+    """Whether an alias of ours is on a storage."""
+    return bool(getattr(storage, "_segcapture_aliases", ()))
+
+
 def shows_memory_alone(tensor: torch.Tensor) -> bool:
     """Whether a tensor is nothing but its memory, so that an alias can stand for it."""
     return type(tensor) is torch.Tensor and not tensor.requires_grad and not vars(tensor)

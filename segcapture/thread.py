@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from segcapture.recorder import Recording
+    from segcapture.recorder import Run
 
 _OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
@@ -77,7 +77,8 @@ def short(place: str) -> str:
 
 
 class _State(threading.local):
-    recording: "Recording | None" = None
+    run: "Run | None" = None
+    """The capture, or the eager run that is observed, which this thread is inside of."""
     keep_alive: list[Any] | None = None
     """While this thread captures: dropped graphs whose destruction must wait."""
 

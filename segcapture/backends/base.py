@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from segcapture.outputs import Memory
 from segcapture.replay import Watch
 from segcapture.segments import Graph, Segment
-from segcapture.writeback.bridges import Memory
 
 
 class Backend(Memory):

@@ -27,8 +27,8 @@ from segcapture.operators.composites import is_composite, names_of, tensor_leave
 from segcapture.operators.intercept import Call, watching
 from segcapture.replay import Watch, base_ambient, replay_loop, under
 from segcapture.segments import EagerSegment, GraphSegment, Segment
+from segcapture.tensors import own_alias, shows_memory_alone, storage_id
 from segcapture.thread import location
-from segcapture.writeback.aliases import own_alias, shows_memory_alone, storage_id
 
 
 class EmulatedBackend(Backend):
@@ -63,7 +63,15 @@ class EmulatedBackend(Backend):
         """What the operators on the tapes made, and the bridges."""
         results = [t for tape in _tapes(segments) for t in tape.kept() if storage_id(t) in self._made]
         eager = [segment for segment in segments if isinstance(segment, EagerSegment)]
-        bridges = [tensor for segment in eager for tensor in segment.writeback.bridges.targets]
+        bridges = [
+            tensor
+            for segment in eager
+            for tensor in [
+                leaf.target
+                for leaf in segment.writeback.leaves
+                if leaf.block is not None and leaf.block.fresh
+            ]
+        ]
         return list({storage_id(t): t.untyped_storage() for t in (*results, *bridges)}.values())
 
     @contextmanager

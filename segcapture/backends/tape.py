@@ -12,9 +12,8 @@ from torch.utils._pytree import tree_leaves
 from segcapture.backends.works import LOOK_EVERY, Started
 from segcapture.errors import CaptureFailedError
 from segcapture.operators.composites import names_of, tensor_leaves
+from segcapture.tensors import copy_into, storage_id
 from segcapture.thread import location
-from segcapture.writeback.aliases import storage_id
-from segcapture.writeback.memory import copy_into
 
 
 class Tape:

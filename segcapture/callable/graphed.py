@@ -149,7 +149,7 @@ class GraphedCallable(Managed):
             self._counts.calls += 1
             self._counts.eager += 1
             return self.fn(*args, **kwargs)
-        if state.recording is not None or is_captured():
+        if state.run is not None or is_captured():
             return self.fn(*args, **kwargs)
         with self._lock:
             return self._serve_locked(args, kwargs)

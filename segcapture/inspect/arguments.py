@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from segcapture.arguments import Call
-from segcapture.writeback.structure import walk
+from segcapture.trees import flatten
 
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype)
 
@@ -31,6 +31,6 @@ def frozen(call: Call) -> list[tuple[str, Any]]:
     return [
         (name + node.path.removeprefix("out"), node.value)
         for name, value in named(call)
-        for node in (walk(value) if isinstance(value, tuple) else walk(value)[:1])
+        for node in (flatten(value) if isinstance(value, tuple) else flatten(value)[:1])
         if isinstance(node.value, _PLAIN)
     ]

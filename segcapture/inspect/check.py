@@ -20,9 +20,9 @@ from segcapture.inspect.guard import Guard, Read, Use
 from segcapture.operators.composites import names_of
 from segcapture.operators.intercept import Call, watching
 from segcapture.segments import Segment
+from segcapture.tensors import storage_id
 from segcapture.thread import location
-from segcapture.writeback.aliases import storage_id
-from segcapture.writeback.structure import Node
+from segcapture.trees import Place as Node
 
 _ADVICE = "Return it from the function, or make it before the capture and write to it in place."
 _COPIES = {"aten::copy_", "aten::_to_copy"}
@@ -54,7 +54,11 @@ class _Made:
     """As long as it is held, no other storage can have the same identity."""
 
 
-class Checks:
+from segcapture.listener import Listener
+
+
+class Checks(Listener):
+    guard = None
     """The checks of one running capture."""
 
     def __init__(self, backend: Place) -> None:

@@ -11,7 +11,7 @@ from segcapture.inspect.report import Difference
 from segcapture.inspect.snapshot import Mismatch, compare, keep
 from segcapture.segments import EagerSegment, GraphSegment, Segment
 from segcapture.thread import short
-from segcapture.writeback.structure import walk
+from segcapture.trees import flatten
 
 if TYPE_CHECKING:
     from segcapture.capture import BreakableCUDAGraphCapture
@@ -227,7 +227,7 @@ def leaves_of(name: str, value: Any) -> list[tuple[str, Any]]:
     """Path and value of each tensor and plain Python value in known containers."""
     return [
         (name + node.path.removeprefix("out"), node.value)
-        for node in walk(value)
+        for node in flatten(value)
         if isinstance(node.value, (torch.Tensor, *_PLAIN))
     ]
 

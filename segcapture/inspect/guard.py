@@ -14,8 +14,7 @@ from segcapture.errors import CaptureStateError, FrozenValueWarning
 from segcapture.inspect.arguments import named
 from segcapture.segments import EagerSegment, Segment
 from segcapture.thread import warn
-from segcapture.writeback.ownership import references
-from segcapture.writeback.structure import tensors_in, walk
+from segcapture.trees import flatten, references, tensors_in
 
 
 @attrs.frozen
@@ -138,7 +137,7 @@ def _outer_objects(path: str, value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, tuple):
         for i, item in enumerate(value):
             yield from _outer_objects(f"{path}[{i}]", item)
-    elif not isinstance(value, torch.Tensor) and walk(value)[0].container and _has_tensors(value):
+    elif not isinstance(value, torch.Tensor) and flatten(value)[0].is_container and _has_tensors(value):
         yield path, value
 
 

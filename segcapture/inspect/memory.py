@@ -7,9 +7,9 @@ import torch
 
 from segcapture.inspect.table import aligned, size, title
 from segcapture.segments import EagerSegment, Segment
+from segcapture.tensors import storage_id
 from segcapture.thread import short
-from segcapture.writeback.aliases import storage_id
-from segcapture.writeback.structure import tensors_in
+from segcapture.trees import tensors_in
 
 if TYPE_CHECKING:
     from segcapture.capture import BreakableCUDAGraphCapture

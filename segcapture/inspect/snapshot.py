@@ -10,7 +10,7 @@ from typing import Any
 import attrs
 import torch
 
-from segcapture.writeback.structure import children
+from segcapture.trees import children
 
 _DEPTH = 6
 _LARGEST_KEPT = 64 * 2**20  # bytes: of larger tensors an even sample is kept
@@ -38,7 +38,7 @@ def tensors_of(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[t
 
 
 class _Search:
-    """A walk through Python objects that meets each tensor once."""
+    """A flatten through Python objects that meets each tensor once."""
 
     def __init__(self) -> None:
         self.tensors: list[tuple[str, torch.Tensor]] = []

@@ -10,7 +10,7 @@ from segcapture.inspect.observer import Observer
 from segcapture.inspect.report import VerifyReport
 from segcapture.inspect.snapshot import State
 from segcapture.segments import EagerSegment, Segment
-from segcapture.writeback.structure import tensors_in
+from segcapture.trees import tensors_in
 
 if TYPE_CHECKING:
     from segcapture.capture import BreakableCUDAGraphCapture

@@ -18,7 +18,7 @@ from segcapture.operators.intercept import Call, watching
 from segcapture.thread import location, warn
 
 if TYPE_CHECKING:
-    from segcapture.recorder import Recording
+    from segcapture.recorder import Run
 
 
 class OperatorBreaks:
@@ -33,12 +33,12 @@ class OperatorBreaks:
         self._seen: set[str] = set()
         self._warned = False
 
-    def active(self, recording: "Recording") -> AbstractContextManager[None]:
+    def active(self, run: "Run") -> AbstractContextManager[None]:
         """Watch the calls of this thread for the block."""
         self._unmatched, self._seen, self._warned = set(self._patterns), set(), False
         if not self._patterns:
             return nullcontext()
-        return watching(partial(self._operator, recording), partial(self._function, recording))
+        return watching(partial(self._operator, run), partial(self._function, run))
 
     def check_all_matched(self) -> None:
         """Raise CaptureFailedError if an entry matched no call, with the near names that were seen."""
@@ -65,23 +65,23 @@ class OperatorBreaks:
         self._unmatched -= matched
         return packet if matched else None
 
-    def _operator(self, recording: "Recording", func: Any, args: Any, kwargs: Any, call: Call) -> Any:
+    def _operator(self, run: "Run", func: Any, args: Any, kwargs: Any, call: Call) -> Any:
         name = None
-        if not recording.inside_eager:
+        if not run.inside_eager:
             self._warn_if_compiled()
             name = self._match(func)
         if name is None or is_mark(func):
             return call()
         if is_composite(func):
             with as_called(func):  # not below autocast: that sees the parts
-                return recording.record_break(func, args, kwargs, name)
+                return run.record_break(func, args, kwargs, name)
         if is_collective(func):
-            return record_collective(recording, func, args, kwargs, name)
-        return recording.record_break(func, args, kwargs, name, below_autograd=True)
+            return record_collective(run, func, args, kwargs, name)
+        return run.record_break(func, args, kwargs, name, below_autograd=True)
 
-    def _function(self, recording: "Recording", func: Any, args: Any, kwargs: Any, call: Call) -> Any:
+    def _function(self, run: "Run", func: Any, args: Any, kwargs: Any, call: Call) -> Any:
         """Keep autograd from opening composite operators before `_operator` has seen them."""
-        if recording.inside_eager or func is torch.Tensor.backward:
+        if run.inside_eager or func is torch.Tensor.backward:
             return call()
         if torch.is_grad_enabled() and any(t.requires_grad for t in tensor_leaves(args, kwargs)):
             self._refuse_composite(func)

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from segcapture.operators.composites import names_of, tensor_leaves
 
 if TYPE_CHECKING:
-    from segcapture.recorder import Recording
+    from segcapture.recorder import Run
 
 # They move no data. The first makes a tensor that waits when it is first used, the second waits.
 _MARKS = {"_c10d_functional::_wrap_tensor_autograd", "_c10d_functional::wait_tensor"}
@@ -69,7 +69,7 @@ def handle(out: Any, wait: Callable[[], None]) -> Any:
     return tree_map_only(torch.ScriptObject, replaced, out)
 
 
-def record_collective(recording: "Recording", func: Any, args: Any, kwargs: Any, name: str) -> Any:
+def record_collective(run: "Run", func: Any, args: Any, kwargs: Any, name: str) -> Any:
     """Make a collective an eager segment, which ends when the collective does.
 
     Returns:
@@ -88,7 +88,7 @@ def record_collective(recording: "Recording", func: Any, args: Any, kwargs: Any,
                 work.wait()  # so that is_completed() says so: the segment has waited
         return None
 
-    result = recording.record_break(call, args, kwargs, name, below_autograd=True)
+    result = run.record_break(call, args, kwargs, name, below_autograd=True)
     done, outputs = outputs, None
     return done[0] if done else result
 

@@ -38,8 +38,9 @@ _WITH_EDGE_DATA = {
 
 @functools.cache
 def _function(cuda: Any, name: str) -> Callable[..., tuple[Any, ...]]:
-    function: Callable[..., tuple[Any, ...]] = getattr(cuda, _WITH_EDGE_DATA.get(name, name), None)
-    return function or getattr(cuda, name)
+    with_edge_data = _WITH_EDGE_DATA.get(name, name)
+    found: Any = getattr(cuda, with_edge_data if hasattr(cuda, with_edge_data) else name)
+    return found  # type: ignore[no-any-return]
 
 
 def call(cuda: Any, name: str, *args: Any) -> tuple[Any, ...]:
