@@ -25,7 +25,7 @@ from segcapture.operators.collectives import handle, has_work, is_collective, is
 from segcapture.operators.compiled import kernels_refused
 from segcapture.operators.composites import is_composite, names_of, tensor_leaves
 from segcapture.operators.intercept import Call, watching
-from segcapture.replay import Program, Watch, base_ambient, under
+from segcapture.replay import Watch, base_ambient, replay_loop, under
 from segcapture.segments import EagerSegment, GraphSegment, Segment
 from segcapture.tensors import own_alias, shows_memory_alone, storage_id
 from segcapture.thread import location
@@ -143,7 +143,7 @@ class EmulatedBackend(Backend):
     def replayer(self, segments: Sequence[Segment], watch: Watch | None = None) -> Callable[[], None]:
         """A loop over tapes and calls."""
         base = base_ambient(segments)
-        return under(base, functools.partial(Program(segments, base, watch).run, None))
+        return under(base, functools.partial(replay_loop(segments, base, watch), None))
 
     def _is_blind(self) -> bool:
         """Whether a kernel that is launched now would be missing on the tape."""
