@@ -285,7 +285,7 @@ class BreakableCUDAGraphCapture(Inspection):
 
     def turn(self) -> AbstractContextManager[None]:
         """For the block: the current stream comes after all replays in this pool, and no thread replays."""
-        return self._backend.turn()
+        return self._backend.exclusive()
 
     def _check_ready(self) -> None:
         if self._replayer is None:

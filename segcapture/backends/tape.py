@@ -1,28 +1,25 @@
 """A graph segment without CUDA: operators recorded one by one, and run again on the same memory."""
 
-import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import attrs
 import torch
-from torch.utils._pytree import tree_leaves
 
-from segcapture.backends.works import LOOK_EVERY, Started
 from segcapture.errors import CaptureFailedError
+from segcapture.operators.collectives import LOOK_EVERY, Collective
 from segcapture.operators.composites import names_of, tensor_leaves
+from segcapture.tensors import copy_into
 from segcapture.thread import location
-from segcapture.writeback.aliases import storage_id
-from segcapture.writeback.memory import copy_into
 
 
 class Tape:
     """The operators of one graph segment."""
 
     def __init__(self) -> None:
-        self._entries: list[Entry] = []
-        self._started: list[Started] = []
+        self.entries: list[Entry] = []
+        self._started: list[Collective] = []
         self._closed = False
 
     def __del__(self) -> None:
@@ -31,77 +28,58 @@ class Tape:
         if self._started:
             time.sleep(2 * LOOK_EVERY)
 
-    def add(self, entry: "Entry") -> None:
-        """Append one recorded operator."""
-        self._entries.append(entry)
-
     @property
     def operations(self) -> int:
         """Number of operators."""
-        return len(self._entries)
+        return len(self.entries)
 
-    def start(self, func: Any) -> Started:
-        """A collective that the code, or else the end of the tape, waits for."""
-        self._started.append(Started(func))
-        return self._started[-1]
+    def start(self, collective: Collective) -> Callable[..., Any]:
+        """How to call a collective for whose end the code, or else the end of the tape, waits."""
+        self._started.append(collective)
+        return collective.start
 
-    def wait(self, started: Started) -> None:
+    def wait(self, collective: Collective) -> None:
         """Wait for a collective, now and whenever the tape runs."""
         if self._closed:
             raise CaptureFailedError(
-                f"The Work of `{names_of(started.func)[0]}`, waited for at {location()}, was made in a graph "
-                f"segment that has ended: CUDA waits for an event of the same capture alone. The segment's "
-                f"end has waited for the collective already: call `wait()` before the break, or make the "
-                f"collective an eager segment (`break_on=['c10d::*']`)."
+                f"The Work of `{names_of(collective.func)[0]}`, waited for at {location()}, was made in a "
+                f"graph segment that has ended: CUDA waits for an event of the same capture alone. The "
+                f"segment's end has waited for the collective already: call `wait()` before the break, or "
+                f"make the collective an eager segment (`break_on=['c10d::*']`).",
+                operator=names_of(collective.func)[0],
             )
-        if started.works:
-            started.wait()
-            self.add(Entry("c10d::wait", started.wait))
+        if collective.wait():
+            self.entries.append(Entry("c10d::wait", collective.wait))
 
     def close(self) -> None:
         """Wait for what is under way, as the end of a CUDA graph joins all streams."""
-        for started in self._started:
-            self.wait(started)
+        for collective in self._started:
+            self.wait(collective)
         self._closed = True
 
-    def results(self) -> Iterator[torch.Tensor]:
-        """The tensors that the operators made."""
-        return (tensor for entry in self._entries for tensor in entry.results())
-
     def launch(self, stream: Any) -> tuple[int]:
-        """Run all operators again; the status is always 0."""
-        with _below_autograd():
-            for entry in self._entries:
+        """Run all operators again, as they were recorded; the status is always 0."""
+        # Inference mode may write to its own tensors and to others.
+        with torch._C._InferenceMode(True), torch._C._DisableAutocast():
+            for entry in self.entries:
                 entry.run()
         return (0,)
 
     def launch_stepwise(self) -> Iterator["Entry"]:
         """The same, stopping after each operator, under the caller's own modes."""
-        for entry in self._entries:
-            with _below_autograd():
+        for entry in self.entries:
+            with torch._C._InferenceMode(True), torch._C._DisableAutocast():
                 entry.run()
             yield entry
 
     def nodes(self) -> list[tuple[str, str]]:
         """`operator` and its name, for each."""
-        return [("operator", entry.name) for entry in self._entries]
-
-    def nbytes(self) -> int:
-        """Bytes of the results that it keeps, each storage once."""
-        storages = {storage_id(t): t.untyped_storage() for t in self.results()}
-        return sum(storage.nbytes() for storage in storages.values())
+        return [("operator", entry.name) for entry in self.entries]
 
     def kept(self) -> list[torch.Tensor]:
         """The tensors with memory that it keeps, each once."""
-        kept = {id(t): t for entry in self._entries for t in (*entry.arguments(), *entry.results())}
+        kept = {id(t): t for entry in self.entries for t in (*entry.arguments(), *entry.results())}
         return [tensor for tensor in kept.values() if tensor.layout is torch.strided]
-
-
-@contextlib.contextmanager
-def _below_autograd() -> Iterator[None]:
-    """As operators were recorded. Inference mode may write to its own tensors and to others."""
-    with torch.inference_mode(), torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
-        yield
 
 
 @attrs.frozen(eq=False)
@@ -112,33 +90,95 @@ class Entry:
     _call: Callable[..., Any]
     _args: tuple[Any, ...] = ()
     _kwargs: dict[str, Any] = attrs.Factory(dict)
-    _fresh: dict[int, torch.Tensor] = attrs.Factory(dict)
-    """By their position among the leaves of the output."""
+    _results: tuple[torch.Tensor | None, ...] = ()
+    """One for each tensor of the output; None where it is memory that the operator was given."""
     place: str = attrs.Factory(location)
 
     def arguments(self) -> list[torch.Tensor]:
         """The tensors that it takes."""
         return tensor_leaves(self._args, self._kwargs)
 
-    def results(self) -> Iterable[torch.Tensor]:
+    def results(self) -> list[torch.Tensor]:
         """The tensors that it made."""
-        return self._fresh.values()
+        return [tensor for tensor in self._results if tensor is not None]
 
     def run(self) -> None:
         """Run it again. Raise CaptureFailedError if it makes something else than at capture."""
-        leaves = tree_leaves(self._call(*self._args, **self._kwargs))
-        for position, recorded in self._fresh.items():
-            new = leaves[position]
-            is_tensor = isinstance(new, torch.Tensor)
-            if not is_tensor or new.shape != recorded.shape or new.dtype != recorded.dtype:
+        out = self._call(*self._args, **self._kwargs)
+        if not self._results:
+            return
+        found = tensor_leaves(out)
+        for i, recorded in enumerate(self._results):
+            if recorded is None:
+                continue
+            now = found[i] if i < len(found) else None
+            if now is None or now.shape != recorded.shape or now.dtype != recorded.dtype:
                 raise CaptureFailedError(
-                    f"`{self.name}` returned {_described(new)} on replay and {_described(recorded)} at "
+                    f"`{self.name}` returned {_described(now)} on replay and {_described(recorded)} at "
                     f"capture: its result depends on more than shapes (on what autograd needs, say), so it "
-                    f"belongs into an eager segment."
+                    f"belongs into an eager segment.",
+                    operator=self.name,
                 )
-            if new.data_ptr() != recorded.data_ptr():
-                copy_into(recorded, new)
+            if now.data_ptr() != recorded.data_ptr():
+                copy_into(recorded, now)
 
 
 def _described(value: Any) -> str:
-    return f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else "no tensor"
+    return "no tensor" if value is None else f"{value.dtype} {list(value.shape)}"
+
+
+class Draws:
+    """The states of the device's random generator in a capture, so that tapes set it as the code did.
+
+    `torch.utils.checkpoint` sets it back to where dropout drew from, to draw the same again.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        on_host = device.type == "cpu"
+        self._generator: torch.Generator = (
+            torch.default_generator
+            if on_host
+            else torch.get_device_module(device).default_generators[device.index]
+        )
+        self._known: list[tuple[torch.Tensor, Tape, Entry | None]] = []
+        """Each state with the operator that left it there."""
+
+    def note(self, tape: Tape) -> None:
+        """Something has drawn, or a graph segment begins."""
+        last = tape.entries[-1] if tape.entries else None
+        self._known.append((self._generator.get_state(), tape, last))
+
+    def forget(self, tape: Tape | None = None) -> None:
+        """A tape, or all, will not run."""
+        self._known = [known for known in self._known if tape is not None and known[1] is not tape]
+
+    def follow(self, tape: Tape) -> None:
+        """Record it if the code has set the generator. Raise CaptureFailedError if to something new."""
+        state = self._generator.get_state()
+        if torch.equal(state, self._known[-1][0]):
+            return
+        for known, its_tape, entry in reversed(self._known):
+            if torch.equal(state, known):
+                tape.entries.append(Entry("generator::set_state", self._saved(its_tape, entry)))
+                break
+        else:
+            # It was seeded, or something has drawn unseen, in another thread say.
+            seed = self._generator.initial_seed()
+            if torch.equal(state, torch.Generator(self._generator.device).manual_seed(seed).get_state()):
+                raise CaptureFailedError(
+                    f"A random generator was seeded before {location()}, in a graph segment: a replay would "
+                    f"not seed it. Seed it before the replay, or in a function marked "
+                    f"`@eager_break_during_capture`."
+                )
+        self.note(tape)
+
+    def _saved(self, tape: Tape, after: Entry | None) -> Callable[[], object]:
+        """Let a tape save the state there; returns what sets it."""
+        saved: list[torch.Tensor] = []
+
+        def save() -> None:
+            saved[:] = [self._generator.get_state()]
+
+        where = 0 if after is None else tape.entries.index(after) + 1
+        tape.entries.insert(where, Entry("generator::get_state", save))
+        return lambda: self._generator.set_state(saved[0])

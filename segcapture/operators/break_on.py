@@ -5,7 +5,7 @@ import fnmatch
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
@@ -14,11 +14,20 @@ from segcapture.errors import CaptureFailedError
 from segcapture.operators.collectives import is_collective, is_mark, record_collective
 from segcapture.operators.compiled import inside_compiled_region
 from segcapture.operators.composites import as_called, is_composite, names_of, tensor_leaves
-from segcapture.operators.intercept import Call, watching
+from segcapture.operators.intercept import Invoke, watching
 from segcapture.thread import location, warn
 
-if TYPE_CHECKING:
-    from segcapture.recorder import Recording
+
+class Breaking(Protocol):
+    """A run of the user's code in which a call can become an eager segment."""
+
+    inside_eager: bool
+    """Whether an eager function is running right now, so that nothing breaks."""
+
+    def record_break(
+        self, fn: Any, args: Any, kwargs: Any, name: str, /, *, below_autograd: bool = False
+    ) -> Any:
+        """Make a call an eager segment; `below_autograd` if autograd and autocast have done their part."""
 
 
 class OperatorBreaks:
@@ -33,12 +42,12 @@ class OperatorBreaks:
         self._seen: set[str] = set()
         self._warned = False
 
-    def active(self, recording: "Recording") -> AbstractContextManager[None]:
+    def active(self, run: Breaking) -> AbstractContextManager[None]:
         """Watch the calls of this thread for the block."""
         self._unmatched, self._seen, self._warned = set(self._patterns), set(), False
         if not self._patterns:
             return nullcontext()
-        return watching(partial(self._operator, recording), partial(self._function, recording))
+        return watching(partial(self._operator, run), partial(self._function, run))
 
     def check_all_matched(self) -> None:
         """Raise CaptureFailedError if an entry matched no call, with the near names that were seen."""
@@ -65,23 +74,23 @@ class OperatorBreaks:
         self._unmatched -= matched
         return packet if matched else None
 
-    def _operator(self, recording: "Recording", func: Any, args: Any, kwargs: Any, call: Call) -> Any:
+    def _operator(self, run: Breaking, func: Any, args: Any, kwargs: Any, call: Invoke) -> Any:
         name = None
-        if not recording.inside_eager:
+        if not run.inside_eager:
             self._warn_if_compiled()
             name = self._match(func)
         if name is None or is_mark(func):
             return call()
         if is_composite(func):
             with as_called(func):  # not below autocast: that sees the parts
-                return recording.record_break(func, args, kwargs, name)
+                return run.record_break(func, args, kwargs, name)
         if is_collective(func):
-            return record_collective(recording, func, args, kwargs, name)
-        return recording.record_break(func, args, kwargs, name, below_autograd=True)
+            return record_collective(run.record_break, func, args, kwargs, name)
+        return run.record_break(func, args, kwargs, name, below_autograd=True)
 
-    def _function(self, recording: "Recording", func: Any, args: Any, kwargs: Any, call: Call) -> Any:
+    def _function(self, run: Breaking, func: Any, args: Any, kwargs: Any, call: Invoke) -> Any:
         """Keep autograd from opening composite operators before `_operator` has seen them."""
-        if recording.inside_eager or func is torch.Tensor.backward:
+        if run.inside_eager or func is torch.Tensor.backward:
             return call()
         if torch.is_grad_enabled() and any(t.requires_grad for t in tensor_leaves(args, kwargs)):
             self._refuse_composite(func)

@@ -4,19 +4,21 @@ A collective returns before it is done. Each has its own way to wait: the `Work`
 returns, and `wait_tensor` for the results of a functional collective.
 """
 
+import sys
+import time
+import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from segcapture.operators.composites import names_of, tensor_leaves
 
-if TYPE_CHECKING:
-    from segcapture.recorder import Recording
-
 # They move no data. The first makes a tensor that waits when it is first used, the second waits.
 _MARKS = {"_c10d_functional::_wrap_tensor_autograd", "_c10d_functional::wait_tensor"}
+LOOK_EVERY, _LONGEST = 0.0005, 0.05
+"""Seconds for a thread to drop what it is done with."""
 
 
 def is_collective(func: Any) -> bool:
@@ -40,18 +42,41 @@ def works_of(out: Any) -> list[Any]:
     return [work for work in works if work is not None]
 
 
-def run_to_end(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call a collective, and let the current stream, or the host where there is none, wait for it."""
-    out = func(*args, **kwargs)
-    for work in works_of(out):
-        work.wait()
-    if not has_work(func):
-        for tensor in tensor_leaves(out):
-            torch.ops._c10d_functional.wait_tensor(tensor)
-    return out
+class Collective:
+    """A collective whose call and whose end are apart; it can be called again after its end."""
+
+    def __init__(self, func: Any) -> None:
+        self.func = func
+        self._works: list[Any] = []
+        """What nobody has waited for yet."""
+
+    def start(self, *args: Any, **kwargs: Any) -> Any:
+        """Call it; returns what the operator returns."""
+        out = self.func(*args, **kwargs)
+        self._works = works_of(out)
+        return out
+
+    def wait(self) -> bool:
+        """Let the current stream, or the host where there is none, wait for it; whether anybody had to.
+
+        Once: gloo would take a second time for another transfer.
+        """
+        works, self._works = self._works, []
+        for work in works:
+            work.wait()
+        return bool(works)
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Call it and wait for it; returns what the operator returns."""
+        out = self.start(*args, **kwargs)
+        self.wait()
+        if not has_work(self.func):
+            for tensor in tensor_leaves(out):
+                torch.ops._c10d_functional.wait_tensor(tensor)
+        return out
 
 
-def handle(out: Any, wait: Callable[[], None]) -> Any:
+def handle(out: Any, wait: Callable[[], object]) -> Any:
     """What a collective returned, with a Work for its caller that calls `wait` instead of waiting.
 
     The original is waited for by others. Waiting for it a second time is no repetition: gloo's `send` then
@@ -69,28 +94,53 @@ def handle(out: Any, wait: Callable[[], None]) -> Any:
     return tree_map_only(torch.ScriptObject, replaced, out)
 
 
-def record_collective(recording: "Recording", func: Any, args: Any, kwargs: Any, name: str) -> Any:
+def record_collective(record: Callable[..., Any], func: Any, args: Any, kwargs: Any, name: str) -> Any:
     """Make a collective an eager segment, which ends when the collective does.
 
     Returns:
         What the operator returned. The segment itself returns nothing where results are the caller's
         tensors: a Work is another one each time.
     """
+    if not has_work(func):
+        return record(Collective(func).run, args, kwargs, name, below_autograd=True)
     outputs: list[Any] | None = []
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        out = run_to_end(func, *args, **kwargs)
-        if not has_work(func):
-            return out
+    def call(*args: Any, **kwargs: Any) -> None:
+        out = Collective(func).run(*args, **kwargs)
         if outputs is not None:
             outputs.append(handle(out, lambda: None))
             for work in works_of(outputs):
                 work.wait()  # so that is_completed() says so: the segment has waited
-        return None
 
-    result = recording.record_break(call, args, kwargs, name, below_autograd=True)
+    result = record(call, args, kwargs, name, below_autograd=True)
     done, outputs = outputs, None
     return done[0] if done else result
+
+
+def wait_until_returned(borrowed: "list[weakref.ref[torch.Tensor]]") -> None:
+    """Wait until threads have let go of what an eager function gave to collectives.
+
+    A thread of gloo still holds the tensors for a moment after the wait has ended, and would count as an
+    owner of an output that nobody else has. Not for long, since somebody else may hold one for good.
+    """
+    deadline = time.monotonic() + _LONGEST
+    before: list[tuple[int, int]] = []
+    now = _owners(borrowed)
+    # A thread that has dropped a tensor still waits for the GIL, to drop the Python object.
+    while time.monotonic() < deadline and (now != before or any(owners > 1 for owners, _ in now)):
+        time.sleep(LOOK_EVERY)
+        before, now = now, _owners(borrowed)
+
+
+def _owners(borrowed: "list[weakref.ref[torch.Tensor]]") -> list[tuple[int, int]]:
+    """How many owners each tensor that still exists has in C++, and how many its Python object has."""
+    found = []
+    for reference in borrowed:
+        tensor = reference()
+        if tensor is not None:
+            use_count = getattr(tensor, "_use_count")  # noqa: B009  (unknown to the stubs)
+            found.append((use_count(), sys.getrefcount(tensor)))
+    return found
 
 
 def _unboxed(leaf: torch.ScriptObject) -> Any:

@@ -89,7 +89,7 @@ class CudaBackend(Backend):
             self._state = open_pool(self._given_pool, self.device, self._given_stream)
         return self._state
 
-    def turn(self) -> AbstractContextManager[None]:
+    def exclusive(self) -> AbstractContextManager[None]:
         """The current stream comes after all that was captured or replayed on the same lane."""
         return self._opened().lane.turn(torch._C._cuda_getCurrentRawStream(self.device.index))
 
