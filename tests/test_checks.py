@@ -143,7 +143,7 @@ def test_a_triton_launch_in_debug_mode_is_refused(cuda):
     import attrs
 
     debug = attrs.evolve(cuda, emulated=True, mode="debug")
-    with pytest.raises(CaptureFailedError, match="Triton kernel.*double.*triton_launch.py:18.*custom_op"):
+    with pytest.raises(CaptureFailedError, match="Triton kernel.*double.*triton_launch.py:18.*triton_op"):
         program("triton_launch")(debug)
     assert_captures(debug)
 

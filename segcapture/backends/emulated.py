@@ -15,18 +15,11 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from segcapture.backends.base import Backend
-from segcapture.backends.refusals import check_function, check_operator, is_stricter_on_cpu
+from segcapture.backends.refusals import ADVICE, check_function, check_operator, is_stricter_on_cpu
 from segcapture.backends.tape import Draws, Entry, Tape
 from segcapture.errors import CaptureFailedError
 from segcapture.exclusive import Exclusive
-from segcapture.operators.collectives import (
-    Collective,
-    handle,
-    has_work,
-    is_collective,
-    is_mark,
-    wait_until_returned,
-)
+from segcapture.operators import collectives
 from segcapture.operators.compiled import kernels_refused
 from segcapture.operators.composites import is_composite, map_tensors, names_of, tensor_leaves
 from segcapture.operators.intercept import Invoke, aside, capture_reported, watching
@@ -90,20 +83,19 @@ class EmulatedBackend(Backend):
             ):
                 yield
         finally:
-            self._draws.forget()
+            self._draws.clear()
 
     def begin(self) -> None:
         """Begin a tape."""
         self._tape, self._refused = Tape(), ""
-        self._draws.note(self._tape)
+        self._draws.begin()
 
     def end(self) -> Tape | None:
         """End it. The operators have run already."""
         if self._refused:
             raise CaptureFailedError(
                 f"`{self._refused}` was refused in this segment, and its exception was caught in the `with` "
-                f"block. Move it, with what uses its value, into a function marked "
-                f"`@eager_break_during_capture` that returns tensors of fixed shapes.",
+                f"block. {ADVICE}",
                 operator=self._refused,
             )
         tape = self._tape
@@ -113,14 +105,11 @@ class EmulatedBackend(Backend):
             self._draws.follow(tape)
             tape.close()
         self._tape = None
-        if not tape.operations:
-            self._draws.forget(tape)
-            return None
-        return tape
+        return tape if tape.operations else None
 
     def returned(self) -> None:
         """Outputs of collectives have their owners alone once their Work has let go of them."""
-        wait_until_returned(self._borrowed)
+        collectives.wait_until_returned(self._borrowed)
         self._borrowed.clear()
 
     def abort(self) -> list[str]:
@@ -204,7 +193,7 @@ class EmulatedBackend(Backend):
             if not self._running:  # else it is a part of an operator that goes on the tape whole
                 return self._record(self._tape, func, args, kwargs, call, given)
         out = call()
-        if is_collective(func):
+        if collectives.is_collective(func):
             self._borrowed += map(weakref.ref, tensor_leaves(args, kwargs, out))
         return out
 
@@ -221,18 +210,19 @@ class EmulatedBackend(Backend):
         name = names_of(func)[0]
         # Made of Python values, that is. The tape keeps the values: code may write to the tensor.
         constant = name == "aten::lift_fresh" and given[0].untyped_storage().resizable()
-        draws = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+        collective = collectives.Collective(func) if collectives.is_collective(func) else None
+        run: Invoke = call
+        again = func
         with aside():
-            if draws:
-                self._draws.follow(tape)
             # Aliases, since code may change the shape of a tensor object in place later.
             keep = torch.clone if constant else _alias
             kept = map_tensors(keep, args), map_tensors(keep, kwargs)
-        collective = Collective(func) if is_collective(func) else None
-        run, again = call, func
-        if collective is not None:
-            again = tape.start(collective) if has_work(func) else collective.run
-            run = functools.partial(again, *args, **kwargs)
+            if collective is not None:
+                again = tape.start(collective) if collectives.has_work(func) else collective.run
+                run = functools.partial(again, *args, **kwargs)
+            elif torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
+                again = self._draws.add(tape, func)
+                run = functools.partial(again.run, call)
         self._running = True
         try:
             out = run()
@@ -244,8 +234,6 @@ class EmulatedBackend(Backend):
                 f"tape records operators whole: put the break around the operator, or name it in `break_on`.",
                 operator=name,
             )
-        if is_mark(func):
-            return out  # Each run of the collective itself is waited for.
         with aside():
             theirs = set() if constant else {storage_id(t) for t in given if _has_storage(t)}
             fresh = [None if _has_storage(t) and storage_id(t) in theirs else t for t in tensor_leaves(out)]
@@ -263,11 +251,9 @@ class EmulatedBackend(Backend):
                 # Results are kept with their metadata of now, as arguments are.
                 results = tuple(None if tensor is None else _alias(tensor) for tensor in fresh)
                 tape.entries.append(Entry(name, again, *kept, results if made else ()))
-            if draws:
-                self._draws.note(tape)
-        if collective is None or not has_work(func):
+        if collective is None or not collectives.has_work(func):
             return out
-        return handle(out, functools.partial(tape.wait, collective))
+        return collectives.handle(out, functools.partial(tape.wait, collective))
 
 
 def _tapes(segments: Sequence[Segment]) -> list[Tape]:

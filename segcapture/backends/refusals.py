@@ -21,46 +21,36 @@ ADVICE = (
     "tensors of fixed shapes (with `enable=False`, and in mode='full', a marked function is captured too)."
 )
 
-# Composite operators reach the tape in parts (`torch.where(c)` and `argwhere` as `nonzero`, say).
 _ON_HOST = "reads a value on the host"
 _LENGTHS = "copies the lengths between host and device and waits for it"
+_RANKS = "waits on the host for all ranks"
 _DYNAMIC = "has a result whose size depends on the data, which is read on the host"
 _MASK = "with a boolean mask has a size that depends on the data, which is read on the host"
 _NESTED = "has a nested tensor, whose sizes are read and kept on the host"
+_DYNAMIC_SIZES = (
+    "nonzero masked_select bincount _to_sparse _unique _unique2 unique_dim unique_consecutive "
+    "unique_dim_consecutive"
+)
+# Composite operators reach the tape in parts (`torch.where(c)` and `argwhere` as `nonzero`, say).
 _ALWAYS = {
     "aten::_local_scalar_dense": f"(`.item()`) {_ON_HOST}",
-    "aten::equal": f"(`torch.equal`) {_ON_HOST}",
-    "aten::allclose": _ON_HOST,
     "aten::_linalg_check_errors": "reads an error code on the host",
     "aten::linalg_eig": "is computed on the host",
+    **dict.fromkeys(("aten::equal", "aten::allclose"), _ON_HOST),
     # Their standard deviations are checked on the host.
-    "aten::normal.float_Tensor": _ON_HOST,
-    "aten::normal.Tensor_Tensor": _ON_HOST,
-    "aten::_ctc_loss": _LENGTHS,
-    "aten::_pack_padded_sequence": _LENGTHS,
-    "c10d::barrier": "waits on the host for all ranks",
-    "c10d::monitored_barrier_": "waits on the host for all ranks",
-    "higher_order::cond": "reads its condition on the host",
-    "higher_order::while_loop": "reads its condition on the host",
-    **dict.fromkeys(("aten::nonzero", "aten::masked_select", "aten::bincount", "aten::_to_sparse"), _DYNAMIC),
-    **dict.fromkeys(("aten::_unique", "aten::_unique2", "aten::unique_dim"), _DYNAMIC),
-    **dict.fromkeys(("aten::unique_consecutive", "aten::unique_dim_consecutive"), _DYNAMIC),
+    **dict.fromkeys(("aten::normal.float_Tensor", "aten::normal.Tensor_Tensor"), _ON_HOST),
+    **dict.fromkeys(("aten::_ctc_loss", "aten::_pack_padded_sequence"), _LENGTHS),
+    **dict.fromkeys(("c10d::barrier", "c10d::monitored_barrier_"), _RANKS),
+    **dict.fromkeys(("higher_order::cond", "higher_order::while_loop"), "reads its condition on the host"),
+    **dict.fromkeys((f"aten::{name}" for name in _DYNAMIC_SIZES.split()), _DYNAMIC),
 }
-
 _CONVERSIONS = {
-    "item": "(`.item()`) reads a value on the host",
-    "tolist": "(`.tolist()`) reads values on the host",
-    "numpy": "(`.numpy()`) reads values on the host",
-    "cpu": "(`.cpu()`) copies to the host and waits",
-    "__array__": "(a conversion to NumPy) reads values on the host",
-    "__bool__": "(`bool(t)`, `if t:`) reads a value on the host",
-    "__int__": "(`int(t)`) reads a value on the host",
-    "__float__": "(`float(t)`) reads a value on the host",
-    "__complex__": "(`complex(t)`) reads a value on the host",
-    "__index__": "(a tensor as an index of Python) reads a value on the host",
-    "__contains__": "(`x in t`) reads a value on the host",
+    "cpu": "copies to the host and waits",
+    "__bool__": f"(`bool(t)`, `if t:`) {_ON_HOST}",
+    "__index__": f"(a tensor as an index of Python) {_ON_HOST}",
     "__repr__": "(printing a tensor) reads values on the host",
-    "__format__": "(formatting a tensor) reads values on the host",
+    **dict.fromkeys(("item", "__int__", "__float__", "__complex__", "__contains__"), _ON_HOST),
+    **dict.fromkeys(("tolist", "numpy", "__array__", "__format__"), "reads values on the host"),
 }
 
 
@@ -74,11 +64,8 @@ def check_operator(
 
     `made` tells whether the captured code itself made a tensor.
     """
-    name, reason = names_of(func)[0], _always(func)
-    if reason is None and name in _DEPENDING:
-        reason = _DEPENDING[name](args, kwargs)
-    if reason is None and name in _COPIES:
-        reason = _waiting_copy(name, args, kwargs, made)
+    name = names_of(func)[0]
+    reason = _always(func) or _depending_on_arguments(name, args, kwargs, made)
     if reason is None and any(tensor.is_nested for tensor in tensor_leaves(args, kwargs)):
         reason = _NESTED
     if reason is not None:
@@ -130,7 +117,6 @@ _FILLS = {"masked_fill", "masked_fill_", "index_fill", "index_fill_"}
 _WRITES = {"__setitem__", "index_put", "index_put_"}
 _FROM_PYTHON = {"tensor", "as_tensor", "asarray", "new_tensor"}
 _FUNCTIONS = {"__deepcopy__", *_CONVERSIONS, *_FILLS, *_WRITES, *_FROM_PYTHON}
-_COPIES = {"aten::copy_", "aten::_to_copy"}
 
 
 @lru_cache(maxsize=4096)
@@ -153,35 +139,25 @@ def _is_mask(index: Any) -> bool:
     return isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8)
 
 
-def _index(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    return _MASK if any(map(_is_mask, args[1])) else None
+def _depending_on_arguments(
+    name: str, args: tuple[Any, ...], kwargs: dict[str, Any], made: Callable[[torch.Tensor], bool]
+) -> str | None:
+    if name in ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"):
+        masks = any(map(_is_mask, args[1]))
+        return _MASK if masks and (name == "aten::index" or not _is_masked_fill(args, kwargs)) else None
+    if name == "aten::repeat_interleave" and kwargs.get("output_size") is None:
+        return "without output_size reads the sum of the repeats on the host"
+    if name == "aten::histc" and (len(args) < 4 or args[2] == args[3]):
+        return "without a range reads the smallest and the largest value on the host"
+    if name in ("aten::copy_", "aten::_to_copy"):
+        return _waiting_copy(name, args, kwargs, made)
+    return None
 
 
-def _index_put(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+def _is_masked_fill(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """`x[mask] = one value` becomes masked_fill on CUDA, which needs no size."""
     indices = [t for t in args[1] if t is not None]
-    fills = len(indices) == 1 and args[2].numel() == 1 and not _given(args, kwargs, 3, "accumulate", False)
-    return None if fills else _index(args, kwargs)
-
-
-def _repeat_interleave(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    if kwargs.get("output_size") is not None:
-        return None
-    return "without output_size reads the sum of the repeats on the host"
-
-
-def _histc(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    if len(args) > 3 and args[2] != args[3]:
-        return None
-    return "without a range reads the smallest and the largest value on the host"
-
-
-_DEPENDING = {
-    "aten::index": _index,
-    **dict.fromkeys(("aten::index_put", "aten::index_put_", "aten::_index_put_impl_"), _index_put),
-    "aten::repeat_interleave": _repeat_interleave,
-    "aten::histc": _histc,
-}
+    return len(indices) == 1 and args[2].numel() == 1 and not _given(args, kwargs, 3, "accumulate", False)
 
 
 def _waiting_copy(

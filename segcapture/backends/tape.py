@@ -1,5 +1,6 @@
 """A graph segment without CUDA: operators recorded one by one, and run again on the same memory."""
 
+import functools
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from segcapture.errors import CaptureFailedError
 from segcapture.operators.collectives import LOOK_EVERY, Collective
 from segcapture.operators.composites import names_of, tensor_leaves
-from segcapture.tensors import copy_into
+from segcapture.tensors import copy_into, storage_id
 from segcapture.thread import location
 
 
@@ -76,6 +77,11 @@ class Tape:
         """`operator` and its name, for each."""
         return [("operator", entry.name) for entry in self.entries]
 
+    def nbytes(self) -> int:
+        """Bytes of the results that it keeps, each storage once."""
+        results = (tensor for entry in self.entries for tensor in entry.results())
+        return sum({storage_id(t): t.untyped_storage().nbytes() for t in results}.values())
+
     def kept(self) -> list[torch.Tensor]:
         """The tensors with memory that it keeps, each once."""
         kept = {id(t): t for entry in self.entries for t in (*entry.arguments(), *entry.results())}
@@ -127,58 +133,73 @@ def _described(value: Any) -> str:
     return "no tensor" if value is None else f"{value.dtype} {list(value.shape)}"
 
 
+class Draw:
+    """An operator that draws random numbers, and the generator's states around its last run."""
+
+    def __init__(self, func: Any, generator: torch.Generator) -> None:
+        self._func, self._generator = func, generator
+        self.states: list[torch.Tensor] = []
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run it again."""
+        return self.run(functools.partial(self._func, *args, **kwargs))
+
+    def run(self, call: Callable[[], Any]) -> Any:
+        """Run it by another call."""
+        before = self._generator.get_state()
+        out = call()
+        self.states = [before, self._generator.get_state()]
+        return out
+
+    def restore(self, side: int) -> None:
+        """Set the generator to where the last run began (0) or ended (1)."""
+        self._generator.set_state(self.states[side])
+
+
 class Draws:
-    """The states of the device's random generator in a capture, so that tapes set it as the code did.
+    """What draws in a capture, so that a tape sets the generator where the code does.
 
     `torch.utils.checkpoint` sets it back to where dropout drew from, to draw the same again.
     """
 
     def __init__(self, device: torch.device) -> None:
-        on_host = device.type == "cpu"
-        self._generator: torch.Generator = (
-            torch.default_generator
-            if on_host
-            else torch.get_device_module(device).default_generators[device.index]
-        )
-        self._known: list[tuple[torch.Tensor, Tape, Entry | None]] = []
-        """Each state with the operator that left it there."""
+        self._generator: torch.Generator = torch.default_generator
+        if device.type != "cpu":
+            self._generator = torch.get_device_module(device).default_generators[device.index]
+        self._begun: torch.Tensor | None = None
+        self._draws: list[Draw] = []
 
-    def note(self, tape: Tape) -> None:
-        """Something has drawn, or a graph segment begins."""
-        last = tape.entries[-1] if tape.entries else None
-        self._known.append((self._generator.get_state(), tape, last))
+    def begin(self) -> None:
+        """A graph segment begins."""
+        self._begun = self._generator.get_state()
 
-    def forget(self, tape: Tape | None = None) -> None:
-        """A tape, or all, will not run."""
-        self._known = [known for known in self._known if tape is not None and known[1] is not tape]
+    def add(self, tape: Tape, func: Any) -> Draw:
+        """An operator is about to draw."""
+        self.follow(tape)
+        self._begun = None
+        self._draws.append(Draw(func, self._generator))
+        return self._draws[-1]
+
+    def clear(self) -> None:
+        """The capture has ended."""
+        self._draws.clear()
 
     def follow(self, tape: Tape) -> None:
-        """Record it if the code has set the generator. Raise CaptureFailedError if to something new."""
+        """Put it on the tape if the code has set the generator; raise CaptureFailedError if it seeded it."""
         state = self._generator.get_state()
-        if torch.equal(state, self._known[-1][0]):
+        if torch.equal(state, self._draws[-1].states[1] if self._begun is None else self._begun):
             return
-        for known, its_tape, entry in reversed(self._known):
-            if torch.equal(state, known):
-                tape.entries.append(Entry("generator::set_state", self._saved(its_tape, entry)))
-                break
-        else:
-            # It was seeded, or something has drawn unseen, in another thread say.
-            seed = self._generator.initial_seed()
-            if torch.equal(state, torch.Generator(self._generator.device).manual_seed(seed).get_state()):
-                raise CaptureFailedError(
-                    f"A random generator was seeded before {location()}, in a graph segment: a replay would "
-                    f"not seed it. Seed it before the replay, or in a function marked "
-                    f"`@eager_break_during_capture`."
-                )
-        self.note(tape)
-
-    def _saved(self, tape: Tape, after: Entry | None) -> Callable[[], object]:
-        """Let a tape save the state there; returns what sets it."""
-        saved: list[torch.Tensor] = []
-
-        def save() -> None:
-            saved[:] = [self._generator.get_state()]
-
-        where = 0 if after is None else tape.entries.index(after) + 1
-        tape.entries.insert(where, Entry("generator::get_state", save))
-        return lambda: self._generator.set_state(saved[0])
+        for draw in reversed(self._draws):
+            for side in (1, 0):
+                if torch.equal(state, draw.states[side]):
+                    again = functools.partial(draw.restore, side)
+                    tape.entries.append(Entry("generator::set_state", again))
+                    return
+        # Else something has drawn unseen, in another thread say, or:
+        seed, device = self._generator.initial_seed(), self._generator.device
+        if torch.equal(state, torch.Generator(device).manual_seed(seed).get_state()):
+            raise CaptureFailedError(
+                f"A random generator was seeded before {location()} in a graph segment: a replay would not "
+                f"seed it. Seed it outside of the capture, or in a function marked "
+                f"`@eager_break_during_capture`."
+            )

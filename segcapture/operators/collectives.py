@@ -125,22 +125,15 @@ def wait_until_returned(borrowed: "list[weakref.ref[torch.Tensor]]") -> None:
     """
     deadline = time.monotonic() + _LONGEST
     before: list[tuple[int, int]] = []
-    now = _owners(borrowed)
-    # A thread that has dropped a tensor still waits for the GIL, to drop the Python object.
-    while time.monotonic() < deadline and (now != before or any(owners > 1 for owners, _ in now)):
+    while time.monotonic() < deadline:
+        tensors = [tensor for reference in borrowed if (tensor := reference()) is not None]
+        # Owners in C++, and of the Python object, for which such a thread may still wait for the GIL.
+        now = [(int(getattr(t, "_use_count")()), sys.getrefcount(t)) for t in tensors]  # noqa: B009
+        if now == before and all(owners == 1 for owners, _ in now):
+            return
+        del tensors
         time.sleep(LOOK_EVERY)
-        before, now = now, _owners(borrowed)
-
-
-def _owners(borrowed: "list[weakref.ref[torch.Tensor]]") -> list[tuple[int, int]]:
-    """How many owners each tensor that still exists has in C++, and how many its Python object has."""
-    found = []
-    for reference in borrowed:
-        tensor = reference()
-        if tensor is not None:
-            use_count = getattr(tensor, "_use_count")  # noqa: B009  (unknown to the stubs)
-            found.append((use_count(), sys.getrefcount(tensor)))
-    return found
+        before = now
 
 
 def _unboxed(leaf: torch.ScriptObject) -> Any:

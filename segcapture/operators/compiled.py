@@ -22,33 +22,26 @@ def kernels_refused(unseen: Callable[[], bool], *, triton: bool) -> Iterator[Non
     """
     thread = threading.get_ident()
 
-    def check(what: str, way: str) -> None:
+    def check(kernel: str, way: str) -> None:
         if threading.get_ident() == thread and unseen():
             raise CaptureFailedError(
-                f"{what} at {location()} past the dispatcher, and the tape records what the dispatcher sees: "
-                f"it would be missing at replay. {way}, or put it into a function marked "
-                f"`@eager_break_during_capture`."
+                f"{kernel} was launched at {location()} past the dispatcher, and the tape records what the "
+                f"dispatcher sees: it would be missing at replay. {way}, or put the call into a function "
+                f"marked `@eager_break_during_capture`."
             )
 
-    def graph(original: Any, *args: Any) -> Any:
-        check(
-            "Kernels that torch.compile made ran (of the backward of a forward that ran before the capture, "
-            "most likely)",
-            "Capture the forward too",
-        )
+    def run_graph(original: Any, *args: Any) -> Any:
+        check("A kernel of torch.compile, of a backward most likely,", "Capture the forward too")
         return original(*args)
 
     def launch(metadata: Any) -> None:
-        check(
-            f"The Triton kernel {_name_of(metadata)} was launched",
-            "Wrap the launch in a `torch.library.triton_op` or `torch.library.custom_op`",
-        )
+        check(f"The Triton kernel {_name_of(metadata)}", "Wrap it in a `torch.library.triton_op`")
 
     inductor = sys.modules.get("torch._inductor.output_code")
     hooks = _triton_hooks() if triton else None
     with ExitStack() as stack:
         if inductor is not None:
-            stack.enter_context(replaced(inductor.CompiledFxGraph, "__call__", graph))
+            stack.enter_context(replaced(inductor.CompiledFxGraph, "__call__", run_graph))
         if hooks is not None:
             hooks.add(launch)
             stack.callback(hooks.remove, launch)

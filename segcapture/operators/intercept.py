@@ -28,39 +28,26 @@ def watching(
     autograd. An operator that is composite comes as such and, `in_parts`, when it is called its parts come
     too; so does, with `bodies`, what an operator calls that is written in Python.
     """
-    if function is None:
-        with _uncompiled(), _Operators(operator, None, in_parts, bodies):
-            yield
-        return
-    functions = _Functions(function)
+    functions = nullcontext() if function is None else _Functions(function)
     unchanged = replaced(torch.overrides, "has_torch_function", _has_torch_function)
     with _uncompiled(), unchanged, functions, _Operators(operator, functions, in_parts, bodies):
         yield
 
 
-def aside() -> AbstractContextManager[None]:
+@contextmanager
+def aside() -> Iterator[None]:
     """For the block, no mode sees what this thread does: for work that is not the user's.
 
-    Costs half a microsecond; under a mode, each attribute of a tensor that is read costs more. Code of the
-    user's is called outside of it.
+    Costs a microsecond; under a mode, each attribute of a tensor that is read costs more. Code of the user's
+    is called outside of it.
     """
-    return _Aside()
-
-
-class _Aside:
-    __slots__ = ("_functions", "_told")
-
-    def __enter__(self) -> None:
-        self._functions: Any = torch._C.DisableTorchFunction()
-        self._functions.__enter__()
-        self._told = torch._C._dispatch_tls_is_dispatch_key_included(DispatchKey.Python)
-        if self._told:
-            _tell_modes(False)
-
-    def __exit__(self, *failure: object) -> None:
-        if self._told:
-            _tell_modes(True)
-        self._functions.__exit__(*failure)
+    told = torch._C._dispatch_tls_is_dispatch_key_included(DispatchKey.Python)
+    with torch._C.DisableTorchFunction():
+        _tell_modes(False)
+        try:
+            yield
+        finally:
+            _tell_modes(told)
 
 
 def _tell_modes(told: bool) -> None:
@@ -70,8 +57,10 @@ def _tell_modes(told: bool) -> None:
 
 
 _process = threading.Lock()
-_replaced: dict[tuple[Any, str], tuple[Any, dict[int, Any]]] = {}
-"""What stood there, and by thread what stands there now."""
+_replaced: dict[tuple[Any, str], tuple[Any, list[tuple[int, Callable[..., Any]]]]] = {}
+"""What stood there, and what stands there now for which thread."""
+_stances: list[Any] = []
+"""The stance of torch.compile, once for each block that has set it."""
 
 
 @contextmanager
@@ -80,28 +69,26 @@ def replaced(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[No
 
     It takes what stood there as its first argument.
     """
-    key, thread = (owner, name), threading.get_ident()
+    key, entry = (owner, name), (threading.get_ident(), function)
     with _process:
         if key not in _replaced:
-            original, functions = _replaced[key] = getattr(owner, name), {}
+            original, entries = _replaced[key] = getattr(owner, name), []
 
             def call(*args: Any, **kwargs: Any) -> Any:
-                now = functions.get(threading.get_ident())
-                return original(*args, **kwargs) if now is None else now(original, *args, **kwargs)
+                for thread, instead in reversed(entries):
+                    if thread == threading.get_ident():
+                        return instead(original, *args, **kwargs)
+                return original(*args, **kwargs)
 
             setattr(owner, name, call)
-        outer = _replaced[key][1].get(thread)
-        _replaced[key][1][thread] = function
+        _replaced[key][1].append(entry)
     try:
         yield
     finally:
         with _process:
-            original, functions = _replaced[key]
-            if outer is None:
-                del functions[thread]
-            else:
-                functions[thread] = outer
-            if not functions:
+            original, entries = _replaced[key]
+            entries.remove(entry)
+            if not entries:
                 setattr(owner, name, original)
                 del _replaced[key]
 
@@ -114,49 +101,36 @@ def capture_reported(capturing: Callable[[], bool]) -> AbstractContextManager[No
 
 def _has_torch_function(original: Any, tensors: Any) -> bool:
     """As without us: modules of torch ask, and leave their fast path where somebody overrides functions."""
-    stack = torch.overrides._get_current_function_mode_stack()
-    if any(not isinstance(mode, _Functions) for mode in stack):
-        return bool(original(tensors))
-    plain = (torch.Tensor, torch.nn.Parameter)
-    return any(isinstance(t, torch.Tensor) and type(t) not in plain for t in tensors)
+    modes = torch.overrides._get_current_function_mode_stack()
+    plain = (torch.Tensor, torch.nn.Parameter, type(None))
+    alone = all(isinstance(mode, _Functions) for mode in modes) and all(type(t) in plain for t in tensors)
+    return not alone and bool(original(tensors))
 
 
-class _Stance:
-    """Compiled regions run as plain Python: the first one in says so, the last one out takes it back."""
-
-    users = 0
-
-    def __enter__(self) -> None:
-        with _process:
-            if self.users == 0:
-                self._set: Any = torch.compiler.set_stance("force_eager")
-            self.users += 1
-
-    def __exit__(self, *failure: object) -> None:
-        with _process:
-            self.users -= 1
-            if self.users == 0:
-                self._set.__exit__(None, None, None)
-
-
-_stance = _Stance()
-
-
-def _uncompiled() -> AbstractContextManager[None]:
+@contextmanager
+def _uncompiled() -> Iterator[None]:
     """Dynamo does not compile under a mode, and says so in errors; told before, it runs code as written."""
-    # Not imported: nothing is compiled, and the import takes seconds.
-    return _stance if "torch._dynamo" in sys.modules else nullcontext()
+    if "torch._dynamo" not in sys.modules:
+        yield  # Nothing is compiled, and the import takes seconds.
+        return
+    with _process:  # the stance is the whole process's: the last one out takes it back
+        _stances.append(_stances[0] if _stances else torch.compiler.set_stance("force_eager"))
+    try:
+        yield
+    finally:
+        with _process:
+            stance = _stances.pop()
+            if not _stances:
+                stance.__exit__(None, None, None)
 
 
 class _Operators(TorchDispatchMode):
     supports_higher_order_operators = True  # they come whole
 
-    def __init__(
-        self, watcher: Watcher, functions: TorchFunctionMode | None, in_parts: bool, bodies: bool
-    ) -> None:
+    def __init__(self, watcher: Watcher, functions: Any, in_parts: bool, bodies: bool) -> None:
         super().__init__()
-        self._watcher, self._in_parts, self._bodies = watcher, in_parts, bodies
-        self._functions = functions
+        self._watcher, self._functions = watcher, functions
+        self._in_parts, self._bodies = in_parts, bodies
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind.__torch_dispatch__ is not _PLAIN for kind in types):
@@ -168,7 +142,7 @@ class _Operators(TorchDispatchMode):
                 with self, as_called(func):
                     return func._op_dk(DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
             if self._bodies and has_python_body(func):
-                with self, self._functions or nullcontext():
+                with self, self._functions:
                     return func.redispatch(_ANY_DEVICE, *args, **kwargs)
             return func(*args, **kwargs)
 
