@@ -19,12 +19,12 @@ from segcapture.backends.refusals import ADVICE, check_function, check_operator,
 from segcapture.backends.tape import Draws, Entry, Tape
 from segcapture.errors import CaptureFailedError
 from segcapture.exclusive import Exclusive
-from segcapture.operators import collectives
+from segcapture.operators.collectives import Collective, is_collective, wait_until_returned
 from segcapture.operators.compiled import kernels_refused
 from segcapture.operators.composites import is_composite, map_tensors, names_of, tensor_leaves
 from segcapture.operators.intercept import Invoke, aside, capture_reported, watching
 from segcapture.replay import Program, Watch, base_ambient, under
-from segcapture.segments import EagerSegment, GraphSegment, Segment
+from segcapture.segments import GraphSegment, Segment
 from segcapture.tensors import own_alias, shows_memory_alone, storage_id
 from segcapture.thread import location
 
@@ -64,11 +64,9 @@ class EmulatedBackend(Backend):
         return self._exclusive
 
     def storages(self, segments: Sequence[Segment]) -> list[torch.UntypedStorage]:
-        """What the operators on the tapes made, and the bridges."""
-        results = [t for tape in _tapes(segments) for t in tape.kept() if self._is_ours(t)]
-        eager = [segment for segment in segments if isinstance(segment, EagerSegment)]
-        bridges = [tensor for segment in eager for tensor in segment.writeback.bridges.targets]
-        return list({storage_id(t): t.untyped_storage() for t in (*results, *bridges)}.values())
+        """What the operators on the tapes made, and the bridges, as far as it lives."""
+        weak = [made.cdata for made in self._made.values()] if segments else []
+        return [s for s in map(torch.UntypedStorage._new_with_weak_ptr, weak) if s is not None]
 
     @contextmanager
     def open(self) -> Iterator[None]:
@@ -109,7 +107,7 @@ class EmulatedBackend(Backend):
 
     def returned(self) -> None:
         """Outputs of collectives have their owners alone once their Work has let go of them."""
-        collectives.wait_until_returned(self._borrowed)
+        wait_until_returned(self._borrowed)
         self._borrowed.clear()
 
     def abort(self) -> list[str]:
@@ -186,46 +184,32 @@ class EmulatedBackend(Backend):
         if is_composite(func):
             return call()
         if self._tape is not None:
-            given = tensor_leaves(args, kwargs)
             # On other devices CUDA would not mind.
-            if not self._trusted and any(tensor.device == self.device for tensor in given):
+            if not self._trusted and any(t.device == self.device for t in tensor_leaves(args, kwargs)):
                 self._check(check_operator, func, args, kwargs, self._is_ours)
             if not self._running:  # else it is a part of an operator that goes on the tape whole
-                return self._record(self._tape, func, args, kwargs, call, given)
+                return self._record(self._tape, func, args, kwargs, call)
         out = call()
-        if collectives.is_collective(func):
+        if is_collective(func):
             self._borrowed += map(weakref.ref, tensor_leaves(args, kwargs, out))
         return out
 
-    def _record(
-        self,
-        tape: Tape,
-        func: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        call: Invoke,
-        given: list[torch.Tensor],
-    ) -> Any:
+    def _record(self, tape: Tape, func: Any, args: Any, kwargs: Any, call: Invoke) -> Any:
         """Run an operator and write it on the tape."""
-        name = names_of(func)[0]
+        name, given = names_of(func)[0], tensor_leaves(args, kwargs)
         # Made of Python values, that is. The tape keeps the values: code may write to the tensor.
         constant = name == "aten::lift_fresh" and given[0].untyped_storage().resizable()
-        collective = collectives.Collective(func) if collectives.is_collective(func) else None
-        run: Invoke = call
         again = func
         with aside():
             # Aliases, since code may change the shape of a tensor object in place later.
-            keep = torch.clone if constant else _alias
-            kept = map_tensors(keep, args), map_tensors(keep, kwargs)
-            if collective is not None:
-                again = tape.start(collective) if collectives.has_work(func) else collective.run
-                run = functools.partial(again, *args, **kwargs)
+            kept = map_tensors(torch.clone if constant else own_alias, (args, kwargs))
+            if is_collective(func):
+                again = Collective(func)
             elif torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
                 again = self._draws.add(tape, func)
-                run = functools.partial(again.run, call)
         self._running = True
         try:
-            out = run()
+            out = call() if again is func else again(*args, **kwargs)
         finally:
             self._running = False
         if self._tape is not tape:
@@ -236,11 +220,11 @@ class EmulatedBackend(Backend):
             )
         with aside():
             theirs = set() if constant else {storage_id(t) for t in given if _has_storage(t)}
-            fresh = [None if _has_storage(t) and storage_id(t) in theirs else t for t in tensor_leaves(out)]
-            made = [tensor for tensor in fresh if tensor is not None]
+            results = [None if _has_storage(t) and storage_id(t) in theirs else t for t in tensor_leaves(out)]
+            made = tensor_leaves(results)
             for storage in (tensor.untyped_storage() for tensor in made if _has_storage(tensor)):
                 self._made[storage._cdata] = StorageWeakRef(storage)
-            if _effect(func, bool(made) or not fresh):
+            if _effect(func, bool(made) or not results):
                 if not all(map(_has_storage, made)):
                     raise CaptureFailedError(
                         f"`{name}` made a sparse or nested tensor at {location()}: the tape writes new "
@@ -249,11 +233,9 @@ class EmulatedBackend(Backend):
                         operator=name,
                     )
                 # Results are kept with their metadata of now, as arguments are.
-                results = tuple(None if tensor is None else _alias(tensor) for tensor in fresh)
-                tape.entries.append(Entry(name, again, *kept, results if made else ()))
-        if collective is None or not collectives.has_work(func):
-            return out
-        return collectives.handle(out, functools.partial(tape.wait, collective))
+                results = map_tensors(own_alias, results) if made else []
+                tape.entries.append(Entry(name, again, kept[0], kept[1], results))
+        return tape.started(again, out) if isinstance(again, Collective) and again.has_work else out
 
 
 def _tapes(segments: Sequence[Segment]) -> list[Tape]:
@@ -277,8 +259,3 @@ def _effect(func: Any, has_results: bool) -> bool:
 
 def _has_storage(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_nested
-
-
-def _alias(tensor: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        return own_alias(tensor)

@@ -2,14 +2,15 @@
 
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import attrs
 import torch
 
 from segcapture.errors import CaptureFailedError
-from segcapture.operators.collectives import LOOK_EVERY, Collective
+from segcapture.operators.collectives import LOOK_EVERY, Collective, handle
 from segcapture.operators.composites import names_of, tensor_leaves
 from segcapture.tensors import copy_into, storage_id
 from segcapture.thread import location
@@ -34,20 +35,20 @@ class Tape:
         """Number of operators."""
         return len(self.entries)
 
-    def start(self, collective: Collective) -> Callable[..., Any]:
-        """How to call a collective for whose end the code, or else the end of the tape, waits."""
+    def started(self, collective: Collective, out: Any) -> Any:
+        """A collective was called, for which its caller waits, or else the end; what the caller gets."""
         self._started.append(collective)
-        return collective.start
+        return handle(out, functools.partial(self.wait, collective))
 
     def wait(self, collective: Collective) -> None:
         """Wait for a collective, now and whenever the tape runs."""
         if self._closed:
+            name = names_of(collective.func)[0]
             raise CaptureFailedError(
-                f"The Work of `{names_of(collective.func)[0]}`, waited for at {location()}, was made in a "
-                f"graph segment that has ended: CUDA waits for an event of the same capture alone. The "
-                f"segment's end has waited for the collective already: call `wait()` before the break, or "
-                f"make the collective an eager segment (`break_on=['c10d::*']`).",
-                operator=names_of(collective.func)[0],
+                f"The Work of `{name}`, waited for at {location()}, was made in a graph segment that has "
+                f"ended: CUDA waits for an event of the same capture alone. Call `wait()` before the break, "
+                f"or make the collective an eager segment (`break_on=['c10d::*']`).",
+                operator=name,
             )
         if collective.wait():
             self.entries.append(Entry("c10d::wait", collective.wait))
@@ -84,8 +85,8 @@ class Tape:
 
     def kept(self) -> list[torch.Tensor]:
         """The tensors with memory that it keeps, each once."""
-        kept = {id(t): t for entry in self.entries for t in (*entry.arguments(), *entry.results())}
-        return [tensor for tensor in kept.values() if tensor.layout is torch.strided]
+        kept = [t for e in self.entries for t in tensor_leaves(e._args, e._kwargs, e._results)]
+        return list({id(t): t for t in kept if t.layout is torch.strided}.values())
 
 
 @attrs.frozen(eq=False)
@@ -96,41 +97,32 @@ class Entry:
     _call: Callable[..., Any]
     _args: tuple[Any, ...] = ()
     _kwargs: dict[str, Any] = attrs.Factory(dict)
-    _results: tuple[torch.Tensor | None, ...] = ()
+    _results: Sequence[torch.Tensor | None] = ()
     """One for each tensor of the output; None where it is memory that the operator was given."""
     place: str = attrs.Factory(location)
 
-    def arguments(self) -> list[torch.Tensor]:
-        """The tensors that it takes."""
-        return tensor_leaves(self._args, self._kwargs)
-
     def results(self) -> list[torch.Tensor]:
         """The tensors that it made."""
-        return [tensor for tensor in self._results if tensor is not None]
+        return tensor_leaves(self._results)
 
     def run(self) -> None:
         """Run it again. Raise CaptureFailedError if it makes something else than at capture."""
         out = self._call(*self._args, **self._kwargs)
         if not self._results:
             return
-        found = tensor_leaves(out)
-        for i, recorded in enumerate(self._results):
+        for recorded, new in zip_longest(self._results, tensor_leaves(out)):
             if recorded is None:
                 continue
-            now = found[i] if i < len(found) else None
-            if now is None or now.shape != recorded.shape or now.dtype != recorded.dtype:
+            if new is None or new.shape != recorded.shape or new.dtype != recorded.dtype:
+                found = "no tensor" if new is None else f"{new.dtype} {list(new.shape)}"
                 raise CaptureFailedError(
-                    f"`{self.name}` returned {_described(now)} on replay and {_described(recorded)} at "
-                    f"capture: its result depends on more than shapes (on what autograd needs, say), so it "
-                    f"belongs into an eager segment.",
+                    f"`{self.name}` returned {found} on replay and {recorded.dtype} {list(recorded.shape)} "
+                    f"at capture: its result depends on more than shapes (on what autograd needs, say), so "
+                    f"it belongs into an eager segment.",
                     operator=self.name,
                 )
-            if now.data_ptr() != recorded.data_ptr():
-                copy_into(recorded, now)
-
-
-def _described(value: Any) -> str:
-    return "no tensor" if value is None else f"{value.dtype} {list(value.shape)}"
+            if new.data_ptr() != recorded.data_ptr():
+                copy_into(recorded, new)
 
 
 class Draw:
@@ -138,36 +130,27 @@ class Draw:
 
     def __init__(self, func: Any, generator: torch.Generator) -> None:
         self._func, self._generator = func, generator
-        self.states: list[torch.Tensor] = []
+        self.states: tuple[torch.Tensor, ...] = ()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run it again."""
-        return self.run(functools.partial(self._func, *args, **kwargs))
-
-    def run(self, call: Callable[[], Any]) -> Any:
-        """Run it by another call."""
         before = self._generator.get_state()
-        out = call()
-        self.states = [before, self._generator.get_state()]
+        out = self._func(*args, **kwargs)
+        self.states = before, self._generator.get_state()
         return out
 
-    def restore(self, side: int) -> None:
-        """Set the generator to where the last run began (0) or ended (1)."""
-        self._generator.set_state(self.states[side])
 
-
-class Draws:
+class Draws(list[Draw]):
     """What draws in a capture, so that a tape sets the generator where the code does.
 
     `torch.utils.checkpoint` sets it back to where dropout drew from, to draw the same again.
     """
 
     def __init__(self, device: torch.device) -> None:
+        super().__init__()
         self._generator: torch.Generator = torch.default_generator
         if device.type != "cpu":
             self._generator = torch.get_device_module(device).default_generators[device.index]
         self._begun: torch.Tensor | None = None
-        self._draws: list[Draw] = []
 
     def begin(self) -> None:
         """A graph segment begins."""
@@ -177,29 +160,29 @@ class Draws:
         """An operator is about to draw."""
         self.follow(tape)
         self._begun = None
-        self._draws.append(Draw(func, self._generator))
-        return self._draws[-1]
-
-    def clear(self) -> None:
-        """The capture has ended."""
-        self._draws.clear()
+        self.append(Draw(func, self._generator))
+        return self[-1]
 
     def follow(self, tape: Tape) -> None:
         """Put it on the tape if the code has set the generator; raise CaptureFailedError if it seeded it."""
-        state = self._generator.get_state()
-        if torch.equal(state, self._draws[-1].states[1] if self._begun is None else self._begun):
+        generator = self._generator
+        state = generator.get_state()
+        if torch.equal(state, self[-1].states[1] if self._begun is None else self._begun):
             return
-        for draw in reversed(self._draws):
-            for side in (1, 0):
-                if torch.equal(state, draw.states[side]):
-                    again = functools.partial(draw.restore, side)
+        for draw in reversed(self):
+            for i in (1, 0):
+                if torch.equal(state, draw.states[i]):
+                    again = functools.partial(_restore, generator, draw, i)
                     tape.entries.append(Entry("generator::set_state", again))
                     return
         # Else something has drawn unseen, in another thread say, or:
-        seed, device = self._generator.initial_seed(), self._generator.device
-        if torch.equal(state, torch.Generator(device).manual_seed(seed).get_state()):
+        seeded = torch.Generator(generator.device).manual_seed(generator.initial_seed())
+        if torch.equal(state, seeded.get_state()):
             raise CaptureFailedError(
                 f"A random generator was seeded before {location()} in a graph segment: a replay would not "
-                f"seed it. Seed it outside of the capture, or in a function marked "
-                f"`@eager_break_during_capture`."
+                f"seed it. Seed it before the replay, or in an `@eager_break_during_capture`."
             )
+
+
+def _restore(generator: torch.Generator, draw: Draw, i: int) -> None:
+    generator.set_state(draw.states[i])

@@ -26,11 +26,6 @@ def is_collective(func: Any) -> bool:
     return func.namespace in ("c10d", "_c10d_functional") and not is_mark(func)
 
 
-def has_work(func: Any) -> bool:
-    """Whether a collective returns a Work, which the caller waits for, and writes to the caller's tensors."""
-    return bool(func.namespace == "c10d")
-
-
 def is_mark(func: Any) -> bool:
     """Whether an operator says that a functional collective is to be waited for."""
     return names_of(func)[0] in _MARKS
@@ -43,17 +38,22 @@ def works_of(out: Any) -> list[Any]:
 
 
 class Collective:
-    """A collective whose call and whose end are apart; it can be called again after its end."""
+    """A collective that is called, and waited for; then it can be called again."""
 
     def __init__(self, func: Any) -> None:
         self.func = func
+        self.has_work = func.namespace == "c10d"
+        """Whether it returns a Work, for which the caller waits, and writes to the caller's tensors."""
         self._works: list[Any] = []
         """What nobody has waited for yet."""
 
-    def start(self, *args: Any, **kwargs: Any) -> Any:
-        """Call it; returns what the operator returns."""
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call it, and wait for it if nobody else can; returns what the operator returns."""
         out = self.func(*args, **kwargs)
         self._works = works_of(out)
+        if not self.has_work:
+            for tensor in tensor_leaves(out):
+                torch.ops._c10d_functional.wait_tensor(tensor)
         return out
 
     def wait(self) -> bool:
@@ -65,15 +65,6 @@ class Collective:
         for work in works:
             work.wait()
         return bool(works)
-
-    def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Call it and wait for it; returns what the operator returns."""
-        out = self.start(*args, **kwargs)
-        self.wait()
-        if not has_work(self.func):
-            for tensor in tensor_leaves(out):
-                torch.ops._c10d_functional.wait_tensor(tensor)
-        return out
 
 
 def handle(out: Any, wait: Callable[[], object]) -> Any:
@@ -101,16 +92,19 @@ def record_collective(record: Callable[..., Any], func: Any, args: Any, kwargs: 
         What the operator returned. The segment itself returns nothing where results are the caller's
         tensors: a Work is another one each time.
     """
-    if not has_work(func):
-        return record(Collective(func).run, args, kwargs, name, below_autograd=True)
     outputs: list[Any] | None = []
 
-    def call(*args: Any, **kwargs: Any) -> None:
-        out = Collective(func).run(*args, **kwargs)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        collective = Collective(func)
+        out = collective(*args, **kwargs)
+        collective.wait()
+        if not collective.has_work:
+            return out
         if outputs is not None:
             outputs.append(handle(out, lambda: None))
             for work in works_of(outputs):
                 work.wait()  # so that is_completed() says so: the segment has waited
+        return None
 
     result = record(call, args, kwargs, name, below_autograd=True)
     done, outputs = outputs, None
