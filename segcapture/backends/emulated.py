@@ -35,14 +35,11 @@ class EmulatedBackend(Backend):
     def __init__(self, device: torch.device, *, pool: Any, stream: Any, execute: bool) -> None:
         if not execute:
             raise ValueError(
-                "execute=False is for CUDA graphs: the emulated backend records operators by running them. "
-                "Leave it out where there is no GPU and in mode='debug'."
+                "execute=False is for CUDA graphs: where there is no GPU, and in mode='debug', operators are "
+                "recorded by running them. Leave it out."
             )
         if device.type == "cpu" and (stream is not None or pool is not None):
-            raise ValueError(
-                f"stream={stream!r}, pool={pool!r}: one is of another device than {device}, where there are "
-                f"neither streams nor pools"
-            )
+            raise ValueError(f"stream={stream!r}, pool={pool!r}: {device} has neither streams nor pools")
         self.device = device
         self._tape: Tape | None = None
         """None: operators just run."""
@@ -228,8 +225,8 @@ class EmulatedBackend(Backend):
                 if not all(map(_has_storage, made)):
                     raise CaptureFailedError(
                         f"`{name}` made a sparse or nested tensor at {location()}: the tape writes new "
-                        f"values to the memory of the captured ones, which dense tensors alone have. Make it "
-                        f"in a function marked `@eager_break_during_capture`, or before the capture.",
+                        f"values to the memory of old ones, which dense tensors alone have. Make it in a "
+                        f"function marked `@eager_break_during_capture`, or before the capture.",
                         operator=name,
                     )
                 # Results are kept with their metadata of now, as arguments are.

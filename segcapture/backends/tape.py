@@ -117,12 +117,11 @@ class Entry:
                 found = "no tensor" if new is None else f"{new.dtype} {list(new.shape)}"
                 raise CaptureFailedError(
                     f"`{self.name}` returned {found} on replay and {recorded.dtype} {list(recorded.shape)} "
-                    f"at capture: its result depends on more than shapes (on what autograd needs, say), so "
-                    f"it belongs into an eager segment.",
+                    f"at capture: its result depends on more than shapes. Make it an eager segment.",
                     operator=self.name,
                 )
             if new.data_ptr() != recorded.data_ptr():
-                copy_into(recorded, new)
+                recorded.copy_(new) if recorded.is_contiguous() else copy_into(recorded, new)
 
 
 class Draw:

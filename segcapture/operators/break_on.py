@@ -60,17 +60,16 @@ class OperatorBreaks:
             parts.append(f"{pattern!r} (near names: {', '.join(near) or 'none'})")
         if parts:
             raise CaptureFailedError(
-                f"break_on matched no call for {'; '.join(parts)}. The operator was captured under another "
-                f"name, called in an eager break alone, or not called at all: correct the entry, or take it "
-                f"out."
+                f"break_on matched no call for {'; '.join(parts)}. It was captured under another name, "
+                f"called in an eager break alone, or not called: correct the entry, or take it out."
             )
 
     def _match(self, func: OpOverload) -> str | None:
         """The name to break under, or None."""
         packet, overload = names_of(func)
         self._seen.add(packet)
-        names = (packet, f"{packet}.{overload}")
-        matched = {p for p in self._patterns if any(fnmatch.fnmatchcase(name, p) for name in names)}
+        names = [packet, f"{packet}.{overload}"]
+        matched = {pattern for pattern in self._patterns if fnmatch.filter(names, pattern)}
         self._unmatched -= matched
         return packet if matched else None
 
@@ -105,10 +104,10 @@ class OperatorBreaks:
         if name is not None:
             raise CaptureFailedError(
                 f"`{name}`, called at {location()}, is named in break_on and has an argument that requires "
-                f"grad. An eager break is opaque to autograd. Capture under `torch.no_grad()` or "
-                f"`torch.inference_mode()`; or name the operators that `{name}` consists of, which lie "
-                f"below autograd; or call it in the `forward` and `backward` of a "
-                f"`torch.autograd.Function`."
+                f"grad, and an eager break is opaque to autograd. Capture under `torch.no_grad()` or "
+                f"`torch.inference_mode()`; or name the operators that it consists of, which lie below "
+                f"autograd; or call it in the `forward` and `backward` of a `torch.autograd.Function`.",
+                operator=name,
             )
 
     def _warn_if_compiled(self) -> None:
@@ -116,10 +115,9 @@ class OperatorBreaks:
         if not self._warned and inside_compiled_region():
             self._warned = True
             warn(
-                f"break_on watches each operator, and torch.compile does not compile while something does: "
-                f"the compiled region that was called at {location()} runs operator by operator in this "
-                f"capture. Mark a function with @eager_break_during_capture instead of break_on to keep it "
-                f"compiled."
+                f"break_on watches each operator, and torch.compile does not compile meanwhile: the region "
+                f"that was called at {location()} runs operator by operator in this capture. Mark a function "
+                f"with @eager_break_during_capture instead, to keep it compiled."
             )
 
 
