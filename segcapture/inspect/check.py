@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from segcapture.errors import CaptureFailedError
 from segcapture.inspect.guard import Guard, Read, Use
 from segcapture.operators.composites import names_of
-from segcapture.operators.intercept import Call, watching
+from segcapture.operators.intercept import Invoke, watching
 from segcapture.segments import Segment
 from segcapture.tensors import storage_id
 from segcapture.thread import location
@@ -90,7 +90,7 @@ class Checks(Listener):
                 f"be replayed. Let the stream wait for the capture's first (`side.wait_stream(...)`)."
             )
 
-    def _operator(self, func: Any, args: Any, kwargs: Any, call: Call) -> Any:
+    def _operator(self, func: Any, args: Any, kwargs: Any, call: Invoke) -> Any:
         given = self._before(func, args, kwargs)
         out = call()
         self._after(func, given, (args, kwargs), out)

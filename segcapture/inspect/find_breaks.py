@@ -13,7 +13,7 @@ from segcapture.errors import CaptureFailedError
 from segcapture.inspect.observer import Observer
 from segcapture.inspect.snapshot import tensors_of
 from segcapture.operators.composites import is_composite, tensor_leaves
-from segcapture.operators.intercept import Call, watching
+from segcapture.operators.intercept import Invoke, capture_reported, watching
 from segcapture.thread import location
 
 
@@ -83,7 +83,8 @@ def find_breaks(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Missing
     observer = Observer(None, lambda name: True, finder)
     finder.observer = observer
     try:
-        with observer.active(), finder.active():
+        asked = capture_reported(lambda: not observer.inside_eager)
+        with observer.active(), asked, finder.active():
             fn(*args, **kwargs)
     except Exception as error:
         if finder.found:
@@ -121,7 +122,7 @@ class _Finder:
 
     def active(self) -> AbstractContextManager[None]:
         """Watch the operators of this thread, and the conversions to Python, which no operator shows."""
-        return watching(self._operator, self._function)
+        return watching(self._operator, self._function, bodies=True)
 
     @contextmanager
     def trusting(self) -> Iterator[None]:
@@ -143,13 +144,13 @@ class _Finder:
             return True
         return False
 
-    def _operator(self, func: Any, args: Any, kwargs: Any, call: Call) -> Any:
+    def _operator(self, func: Any, args: Any, kwargs: Any, call: Invoke) -> Any:
         judged = not is_composite(func) and not self.off
         if judged and any(tensor.device == self.device for tensor in tensor_leaves(args, kwargs)):
             self.refused(check_operator, func, args, kwargs)
         return call()
 
-    def _function(self, func: Any, args: Any, kwargs: Any, call: Call) -> Any:
+    def _function(self, func: Any, args: Any, kwargs: Any, call: Invoke) -> Any:
         if self.off:
             return call()
         known = self.refused(check_function, func, args, kwargs, self.device)
