@@ -218,9 +218,9 @@ class Checks(Listener):
         if made is not None and made.by == "eager":
             raise CaptureFailedError(
                 f"{reader.format(location())} a tensor that eager segment {made.segment} (`{made.name}`) "
-                f"made ({made.use}) and did not return: a replay would read the one that the capture made, not a "
-                f"new one. Return it from the function, or make it before the capture and write to it in "
-                f"place.",
+                f"made ({made.use}) and did not return: a replay would read the one that the capture made, "
+                f"not a new one. Return it from the function, or make it before the capture and write to it "
+                f"in place.",
                 segment=segment,
                 operator=made.use.operator,
             )

@@ -76,11 +76,9 @@ class ProfileReport:
         totals = [f"{sum(row[i] or 0 for row in numbers):.1f}" for i in range(len(columns))]
         table = aligned([[*WHICH, *columns], *rows, ["", "", "total", "", *totals]])
         until_done = f", {self.done:.1f} us until the GPU is done" if on_gpu else ""
-        head = f"{self.title}; medians of {self.replays} replays"
-        foot = (
-            f"A replay as usual: {self.host:.1f} us on the host{until_done}; measured: {self.watched:.1f} us"
-        )
-        return "\n".join([head, *table, f"{foot} on the host."])
+        usual = f"A replay as usual: {self.host:.1f} us on the host{until_done}"
+        head, foot = f"medians of {self.replays} replays", f"measured: {self.watched:.1f} us on the host."
+        return "\n".join([f"{self.title}; {head}", *table, f"{usual}; {foot}"])
 
     def plot(self, path: str | Path) -> None:
         """Draw the timeline of one replay: segments as bars on a host lane and a GPU lane.
@@ -102,14 +100,12 @@ class ProfileReport:
         axes = figure.add_subplot()
         for span in self.timeline:
             for lane, (start, stop), colour, label in _bars(span):
-                width = stop - start
-                bar, look = [(start, width)], {"edgecolor": "white", "linewidth": 0.4}
-                axes.broken_barh(bar, (lane - 0.3, 0.6), facecolor=colour, **look)
+                width, middle = stop - start, (start + stop) / 2
+                bar = axes.broken_barh([(start, width)], (lane - 0.3, 0.6), facecolor=colour)
+                bar.set(edgecolor="white", linewidth=0.4)
                 if width > _NARROW * end:
                     shown = label[: max(1, int(width / end * 150))]
-                    axes.text(
-                        start + width / 2, lane, shown, ha="center", va="center", fontsize=7, color="white"
-                    )
+                    axes.text(middle, lane, shown, ha="center", va="center", fontsize=7, color="white")
         axes.set_yticks(range(len(lanes)), lanes)
         axes.set_ylim(len(lanes) - 0.5, -0.5)
         axes.set_xlim(0, end * 1.01)
@@ -124,16 +120,16 @@ def _bars(span: Span) -> list[tuple[int, tuple[float, float], str, str]]:
     """Lane, start and end, colour and label of a segment's bars; what is ours lies over the whole."""
     graph, eager, ours = _COLOURS.values()
     segment = span.segment
-    look = (
-        (graph, str(segment.index)) if segment.kind == "graph" else (eager, f"{segment.index} {segment.name}")
-    )
-    bars = [(0, span.host, *look)]
+    colour, label = graph, str(segment.index)
+    if segment.kind == "eager":
+        colour, label = eager, f"{label} {segment.name}"
+    bars = [(0, span.host, colour, label)]
     if span.function is not None:
-        bars += [
-            (0, (span.host[0], span.function[0]), ours, ""),
-            (0, (span.function[1], span.host[1]), ours, ""),
-        ]
-    return bars if span.gpu is None else [*bars, (1, span.gpu, *look)]
+        bars.append((0, (span.host[0], span.function[0]), ours, ""))
+        bars.append((0, (span.function[1], span.host[1]), ours, ""))
+    if span.gpu is not None:
+        bars.append((1, span.gpu, colour, label))
+    return bars
 
 
 def profile(

@@ -40,8 +40,8 @@ _ADVICE = {
     "returned": "A plain Python value that a break returns is frozen for what comes after it: return a "
     "tensor, or put what uses the value into the break.",
     "anew": "A replay writes to the memory of the capture, and never changes which tensor stands there: "
-    "write in place (`tensor.copy_(new)`; for gradients `zero_grad(set_to_none=False)`), or pass the tensor in and "
-    "return it.",
+    "write in place (`tensor.copy_(new)`; for gradients `zero_grad(set_to_none=False)`), or pass the tensor "
+    "in and return it.",
     "structure": "Which breaks a run passes is fixed at capture.",
     "final": f"Look for {_LEFT_BEHIND}, and a Python value that the code after the last break read, or took "
     "out of what a break returned. check=True at capture names most of these.",
@@ -335,10 +335,8 @@ class _Comparison:
         if point is None or (point.kind, point.name) == (kind, name):
             return point
         came = "its end" if point.kind == "final" else point.where
-        missing = (
-            "and the capture has no break there" if kind == "final" else f"where the capture has {segment}"
-        )
-        self._add("structure", str(segment), "breaks", f"the eager run came to {came} {missing}", segment)
+        here = "and the capture has no break there" if kind == "final" else f"where the capture has {segment}"
+        self._add("structure", str(segment), "breaks", f"the eager run came to {came} {here}", segment)
         return None
 
     def _compare_arguments(
