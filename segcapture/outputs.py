@@ -100,17 +100,13 @@ class Leaf:
 class Field:
     """A value of an output that is no tensor."""
 
-    place: int
-    parent: int
-    path: str
-    value: Any
-    """That of the capture."""
+    index: int
+    place: Place
+    """With the value of the capture."""
     container: Any = None
     """The captured one; None for a tuple's and the root."""
     owned: bool = False
     """Whether values can be put into the container."""
-    key: Any = None
-    in_object: bool = False
     length: int = 0
     """Of a list, at capture."""
     warned: bool = False
@@ -133,16 +129,14 @@ def bridge(
             other tensors.
     """
     if len(places) == 1 and places[0].value is None:  # most breaks
-        return None, WriteBack(
-            segment, where, [_layout_of(places[0])], [], [], [Field(0, -1, places[0].path, None)], memory
-        )
+        return None, WriteBack(segment, where, [_layout_of(places[0])], [], [], [Field(0, places[0])], memory)
     owned = find_owned(places)
     _refuse_hidden_tensors(places, owned, segment, where)
     layout = [_layout_of(place) for place in places]
-    bridging = _Bridging(places, owned, given, memory)
+    bridging = _Bridging(places, owned, memory, segment, where)
     try:
         bridging.let_go()
-        bridging.bridge_what_is_fresh()
+        bridging.bridge_what_is_fresh(given)
         root = bridging.refill(0)
     except (TypeError, ValueError, AttributeError, KeyError) as error:
         raise CaptureFailedError(
@@ -150,14 +144,6 @@ def bridge(
             f"({error}). Return a plain dict, list or object.",
             segment=segment,
         ) from error
-    if bridging.lost is not None:
-        raise CaptureFailedError(
-            f"{where} returned a {bridging.kinds[id(bridging.lost)]} at `{bridging.lost.path}`, which cannot "
-            f"be carried to later segments. Return a plain dense torch.Tensor, for example the parts that it "
-            f"is made of.",
-            segment=segment,
-            path=bridging.lost.path,
-        )
     leaves = bridging.keep()
     fields = [
         _field(i, places, owned) for i, (_, kind, same, _) in enumerate(layout) if kind is None and same < 0
@@ -180,19 +166,20 @@ def _refuse_hidden_tensors(places: list[Place], owned: list[bool], segment: int,
 
 def _layout_of(place: Place) -> Layout:
     kind = torch.Tensor if isinstance(place.value, torch.Tensor) else None
-    # Equal keys have equal hashes; tensors are compared no further.
-    key = (hash(place.key), type(place.key), place.key)
-    return place.path, type(place.value) if place.is_container else kind, place.same_as, key
+    return place.path, type(place.value) if place.is_container else kind, place.same_as, _typed(place.key)
+
+
+def _typed(key: Any) -> tuple[Any, ...]:
+    """A key that equals another one of its type alone. By the hash first: that tells tensors apart."""
+    return hash(key), type(key), key
 
 
 def _field(i: int, places: list[Place], owned: list[bool]) -> Field:
     place = places[i]
     above = places[place.parent].value if place.parent >= 0 else ()
     if isinstance(above, tuple):
-        return Field(i, place.parent, place.path, place.value)
-    length = len(above) if isinstance(above, list) else 0
-    mine = owned[place.parent]
-    return Field(i, place.parent, place.path, place.value, above, mine, place.key, place.in_object, length)
+        return Field(i, place)
+    return Field(i, place, above, owned[place.parent], len(above) if isinstance(above, list) else 0)
 
 
 @attrs.frozen
@@ -205,6 +192,8 @@ class _Seen:
     """None for one whose memory does not hold all that it is."""
     storage: int
     """Identity of its storage."""
+    kind: str
+    """Why it cannot be copied, if so."""
     inference: bool
     """Whether it was made in inference mode: a view of a weight was not, even there."""
 
@@ -213,9 +202,10 @@ class _Bridging:
     """Takes the tensors out of an output, and puts bridges in the places of those that died."""
 
     def __init__(
-        self, places: list[Place], owned: list[bool], given: Collection[int], memory: Memory
+        self, places: list[Place], owned: list[bool], memory: Memory, segment: int, where: str
     ) -> None:
-        self._places, self._owned, self._given, self._memory = places, owned, given, memory
+        self._places, self._owned, self._memory = places, owned, memory
+        self._segment, self._where = segment, where
         self._seen: dict[int, _Seen] = {}
         """By the index of the place."""
         self._shells: dict[int, tuple[Any, Any]] = {}
@@ -227,10 +217,6 @@ class _Bridging:
         """By the identity of the storage."""
         self._in_kept: set[int] = set()
         """Identities of the tensors in containers that are kept."""
-        self.kinds: dict[int, str] = {}
-        """Of places whose tensor cannot be bridged: why."""
-        self.lost: Place | None = None
-        """A tensor that died though it cannot be bridged."""
 
     def let_go(self) -> None:
         """Drop all tensors of the output; keep their views and storages."""
@@ -238,18 +224,15 @@ class _Bridging:
         kept = {p.parent for p in self._places if not (p.is_container or isinstance(p.value, torch.Tensor))}
         for i, place in enumerate(self._places):
             if isinstance(place.value, torch.Tensor):
-                view, key = None, 0
+                view, key, kind = None, 0, cannot_be_copied(place.value)
                 if place.parent in kept and self._owned[place.parent]:
                     self._in_kept.add(id(place.value))
-                if kind := cannot_be_copied(place.value):
-                    self.kinds[id(place)] = kind
-                else:
+                if not kind:
                     storage = place.value.untyped_storage()
                     view, key = View.of(place.value), storage._cdata
                     self._storages[key] = storage
-                self._seen[i] = _Seen(
-                    id(place.value), weakref.ref(place.value), view, key, place.value.is_inference()
-                )
+                inference, reference = place.value.is_inference(), weakref.ref(place.value)
+                self._seen[i] = _Seen(id(place.value), reference, view, key, kind, inference)
             elif isinstance(place.value, tuple) and place.inside is not None and self._owned[i]:
                 self._shells[i] = type(place.value), dict(getattr(place.value, "__dict__", ()))
         dropped = [
@@ -261,7 +244,7 @@ class _Bridging:
                 set_item(self._places[above].value, self._places[i].key, None)
             self._places[i].value = None
 
-    def bridge_what_is_fresh(self) -> None:
+    def bridge_what_is_fresh(self, given: Collection[int]) -> None:
         """Whoever else owns a tensor, its storage or its memory shows now."""
         storages = list(self._storages.values())
         # One reference is that of our dict: torch gives out one Python object for a storage.
@@ -272,7 +255,7 @@ class _Bridging:
         for position, seen in enumerate(self._seen.values()):
             if seen.view is not None:
                 self.blocks[seen.storage].leaves.append(position)
-                self.blocks[seen.storage].movable &= seen.identity not in self._given
+                self.blocks[seen.storage].movable &= seen.identity not in given
         if any(storage.device != self._memory.device for storage in storages):
             self._memory.wait_for_host_copies()
         with torch.no_grad():
@@ -280,9 +263,7 @@ class _Bridging:
                 if block.fresh:
                     self._fill_bridge(key, block)
             for i, seen in self._seen.items():
-                self._places[i].value = self._received(seen)
-                if self._places[i].value is None:
-                    self.lost = self._places[i]
+                self._places[i].value = self._received(seen, self._places[i].path)
 
     def _fill_bridge(self, key: int, block: Block) -> None:
         """Allocate a bridge over the bytes that the leaves of a storage cover, and copy them."""
@@ -304,7 +285,7 @@ class _Bridging:
         elif block.nbytes:
             self._made[identity].copy_(view.on(storage))
 
-    def _received(self, seen: _Seen) -> torch.Tensor | None:
+    def _received(self, seen: _Seen, path: str) -> torch.Tensor:
         """A view of the bridge; else the tensor itself, made again if only its storage lives.
 
         A container that is kept gets an alias of it, so that the container does not count as an owner.
@@ -313,13 +294,21 @@ class _Bridging:
         if made is not None:
             return made
         made = seen.tensor()
-        if made is None and seen.view is not None:
+        view = seen.view
+        if made is None and view is None:
+            raise CaptureFailedError(
+                f"{self._where} returned a {seen.kind} at `{path}`, which cannot be carried to later "
+                f"segments. Return a plain dense torch.Tensor, for example the parts that it is made of.",
+                segment=self._segment,
+                path=path,
+            )
+        if made is None and view is not None:
             with torch.inference_mode(seen.inference):
-                made = seen.view.on(self._storages[seen.storage])
-        elif made is not None and seen.identity in self._in_kept and shows_memory_alone(made):
+                made = view.on(self._storages[seen.storage])
+        assert made is not None
+        if seen.identity in self._in_kept and shows_memory_alone(made):
             made = own_alias(made)
-        if made is not None:
-            self._made[seen.identity] = made
+        self._made[seen.identity] = made
         return made
 
     def refill(self, i: int) -> Any:
@@ -390,21 +379,25 @@ class WriteBack:
         self.leaves, self.blocks = leaves, blocks
         self._segment, self._where, self._layout = segment, where, layout
         self._fields, self._memory = fields, memory
-        self._places = [i for i, place in enumerate(layout) if place[1] is torch.Tensor]
+        self._kind = layout[0][1]
+        is_flat = isinstance(self._kind, type) and issubclass(self._kind, tuple | list | dict)
+        self._is_flat = is_flat and all(kind in (torch.Tensor, None) for _, kind, *_ in layout[1:])
+        self._keys = [key for *_, key in layout[1:]]
+        self._places = [i for i, (_, kind, *_) in enumerate(layout) if kind is torch.Tensor]
         self._targets = [leaf.target for leaf in leaves]
         self._at = [leaf.view.address if leaf.view else 0 for leaf in leaves]
-        self._first = _groups([leaf.block for leaf in leaves], self._targets)
-        self._separate = self._first == [*range(len(leaves))] and all(b.memory is None for b in blocks)
-        self._all_fresh = all(leaf.block >= 0 and blocks[leaf.block].fresh for leaf in leaves)
-        self._spans = [(b.address, b.address + b.nbytes) for b in blocks if b.fresh]
-        self._low = min((low for low, _ in self._spans), default=0)
-        self._high = max((high for _, high in self._spans), default=0)
-        self._on_host = any(target.device != memory.device for target in self._targets)
+        fresh = [block for block in blocks if block.fresh]
+        self._low = min((block.address for block in fresh), default=0)
+        self._high = max((block.address + block.nbytes for block in fresh), default=0)
+        self._exact = [leaf.block >= 0 and len(blocks[leaf.block].leaves) > 1 for leaf in leaves]
+        self._exact = [
+            exact or (leaf.block >= 0 and blocks[leaf.block].memory is not None)
+            for exact, leaf in zip(self._exact, leaves, strict=True)
+        ]
+        self._sharing = self._sharing_of(self._targets, self._at, [leaf.block for leaf in leaves])
+        self._simple = len(fresh) == len(leaves) and not any(self._exact)
+        self._one_by_one = len(fresh) < len(blocks) or any(t.device != memory.device for t in self._targets)
         self._fit: Callable[..., bool] = _unsure
-        root, items = layout[0][1], [place[1] for place in layout[1:]]
-        flat = root is not None and root is not torch.Tensor and not {*items} - {torch.Tensor, None}
-        self._flat = root if flat and issubclass(root, tuple | list | dict) else None
-        self._keys = [place[3] for place in layout[1:]]
 
     @property
     def store(self) -> Callable[[Any], None]:
@@ -415,12 +408,12 @@ class WriteBack:
                 dtype or device, or leaves that share memory in another way, or memory owned elsewhere has
                 moved.
         """
-        return self._store_tensor if self._layout[0][1] is torch.Tensor else self._store
+        return self._store_tensor if self._kind is torch.Tensor else self._store
 
     @property
     def expects_none(self) -> bool:
         """Whether the function returned None, so that there is nothing to store."""
-        return self._layout[0][1] is None and self._fields[0].value is None
+        return self._kind is None and self._fields[0].place.value is None
 
     @property
     def nbytes(self) -> int:
@@ -429,7 +422,7 @@ class WriteBack:
 
     def frozen(self) -> list[tuple[str, Any]]:
         """Path of each plain value in the output that cannot be replaced, and the value at capture."""
-        return [(field.path, field.value) for field in self._fields if not field.owned]
+        return [(f.place.path, f.place.value) for f in self._fields if not f.owned]
 
     def seal(self) -> None:
         """The capture is complete: memory owned elsewhere that it wrote to must not move any more."""
@@ -446,26 +439,51 @@ class WriteBack:
         if self._places:
             self._write([values[i] for i in self._places])
         for field in self._fields:
-            if field.container is None or field.container is not values[field.parent]:
-                self._put(field, values[field.place])
+            if field.container is None or field.container is not values[field.place.parent]:
+                self._put(field, values[field.index])
 
     def _read(self, out: Any) -> Sequence[Any]:
         """The value in each place of an output that is built as the captured one."""
-        if type(out) is self._flat and len(out) == len(self._layout) - 1:
+        if self._is_flat and type(out) is self._kind and len(out) == len(self._keys):
             is_dict = isinstance(out, dict)
-            if not is_dict or [(hash(key), type(key), key) for key in out] == self._keys:
-                values = [out, *(out.values() if is_dict else out)]
-                if all(values[f.place] is f.value or _is_leaf(values[f.place]) for f in self._fields):
-                    return values
+            values = [out, *(out.values() if is_dict else out)]
+            same_keys = not is_dict or [*map(_typed, out)] == self._keys
+            changed = [f for f in self._fields if values[f.index] is not f.place.value]
+            if same_keys and all(_is_leaf(values[f.index]) for f in changed):
+                return values
         places = flatten(out)
         found = [_layout_of(place) for place in places]
-        if found != self._layout:
-            raise self._other_structure(found)
-        return [place.value for place in places]
+        if found == self._layout:
+            return [place.value for place in places]
+        before, now = next(pair for pair in zip_longest(self._layout, found) if pair[0] != pair[1])
+        path, expected = before[0] if before else now[0], _in_words(before)
+        other = (
+            f" at `{now[0]}`, with the key {now[-1][-1]!r}"
+            if before and now and before[::3] != now[::3]
+            else ""
+        )
+        raise self._mismatch(
+            path,
+            f"another structure: later segments read {expected} at `{path}`, found {other}. The structure of "
+            f"an output is fixed at capture: return the same one each time (pad a list to one length), or "
+            f"capture again.",
+            before[1] if before else None,
+            now[1] if now else None,
+        )
 
     def _write(self, new: Sequence[Any]) -> None:
-        pointers = self._check(new)
-        if self._on_host:
+        if not self._fit(*new):
+            for leaf, tensor in zip(self.leaves, new, strict=True):
+                self._check(leaf, tensor)
+            # Made here and not at capture, since it compares the thread's dispatch state too.
+            self._fit = _guard(new) if all(leaf.view for leaf in self.leaves) else _unsure
+        pointers = [t.data_ptr() if leaf.view else 0 for t, leaf in zip(new, self.leaves, strict=True)]
+        # Each at the start of a storage, and no two at one address: the common case, in 1 us.
+        if not self._simple or (
+            len(new) > 1 and (len({*pointers}) < len(new) or any(map(_storage_offset, new)))
+        ):
+            self._check_sharing(new, pointers)
+        if self._one_by_one:
             self._memory.wait_for_host_copies()
         if torch.is_grad_enabled():  # entering no_grad costs as much as ten checks
             with torch.no_grad():
@@ -477,9 +495,12 @@ class WriteBack:
         """Copy the values of checked leaves to where they are read."""
         targets: Sequence[torch.Tensor] = self._targets
         low, high = self._low, self._high
-        if not (self._separate and self._all_fresh) or [at for at in pointers if low <= at < high]:
-            targets, new = self._moved(new, pointers)
-        if self._on_host or not self._all_fresh:
+        on_bridges = [at for at in pointers if low <= at < high]
+        if on_bridges or not self._simple:
+            pairs = [pair for block in self.blocks for pair in self._moved(block, new, pointers)]
+            targets = [target for target, _ in pairs]
+            new = [source.clone() if on_bridges else source for _, source in pairs]
+        if self._one_by_one:
             for target, tensor in zip(targets, new, strict=True):
                 copy_into(target, tensor)
         elif len(targets) > 1:
@@ -488,183 +509,128 @@ class WriteBack:
             targets[0].copy_(new[0])
 
     def _moved(
-        self, new: Sequence[torch.Tensor], pointers: Sequence[int]
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """What is not where it is read already, and its values: cloned where a bridge holds them."""
-        targets: list[torch.Tensor] = []
-        sources: list[torch.Tensor] = []
-        for block in self.blocks:
-            moved = [i for i in block.leaves if not self._is_there(i, new[i], pointers[i])]
-            if not moved:
-                continue
-            if not block.fresh:
-                self._check_may_move(block, self.leaves[moved[0]], new[moved[0]])
-            if block.memory is None:
-                pairs = [(self._targets[i], new[i]) for i in (moved[:1] if block.fresh else moved)]
-            else:
-                pairs = [
-                    (block.memory, self._bytes_like(block.memory, new[moved[0]], self._targets[moved[0]]))
-                ]
-            for target, source in pairs:
-                within = any(low <= source.data_ptr() < high for low, high in self._spans)
-                targets.append(target)
-                sources.append(source.clone() if within else source)
-        return targets, sources
+        self, block: Block, new: Sequence[torch.Tensor], pointers: Sequence[int]
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Targets and values of the leaves of a storage that are not where they are read already."""
+        moved = [i for i in block.leaves if not self._is_there(i, new[i], pointers[i])]
+        if not moved or (block.fresh and block.memory is None):
+            return [(self._targets[i], new[i]) for i in moved[:1]]
+        first, target = new[moved[0]], self._targets[moved[0]]
+        if block.memory is not None:
+            low = int(first.storage_offset()) * first.element_size()
+            low -= target.data_ptr() - block.memory.data_ptr()
+            return [(block.memory, on_bytes(first.untyped_storage(), low, low + block.memory.numel()))]
+        if block.movable and (_is_ours_alone(target) or gc.collect() < 0 or _is_ours_alone(target)):
+            return [(self._targets[i], new[i]) for i in moved]
+        path, expected, found = self.leaves[moved[0]].path, View.of(target), View.of(first)
+        raise self._mismatch(
+            path,
+            f"other memory at `{path}`: later segments read memory that others own or that captured code "
+            f"wrote to, 0x{expected.address:x} with strides {list(expected.stride)}, found "
+            f"0x{found.address:x} with strides {list(found.stride)}. Copying would change its owner's data, "
+            f"not copying would be stale: return a new tensor (`.clone()`), or the same one each time.",
+            expected,
+            found,
+        )
 
     def _is_there(self, i: int, new: torch.Tensor, pointer: int) -> bool:
         """Whether a new leaf is the memory that later segments read, in the same view."""
         target = self._targets[i]
-        if new is target:
-            return True
         # Tensors without memory of their own are not alike.
-        return pointer == self._at[i] and (pointer != 0 or not new.numel()) and _same_strides(target, new)
-
-    @staticmethod
-    def _bytes_like(memory: torch.Tensor, new: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """uint8 [bytes]: around a new leaf, what `memory` is around the captured one."""
-        low = int(new.storage_offset()) * new.element_size() - (target.data_ptr() - memory.data_ptr())
-        return on_bytes(new.untyped_storage(), low, low + memory.numel())
-
-    def _check_may_move(self, block: Block, leaf: Leaf, new: torch.Tensor) -> None:
-        """Raise OutputMismatchError for memory owned elsewhere, unless nobody but the capture owns it now."""
-        if block.movable and (_is_ours_alone(leaf.target) or gc.collect() < 0 or _is_ours_alone(leaf.target)):
-            return
-        expected, found = View.of(leaf.target), View.of(new)
-        raise OutputMismatchError(
-            f"{self._where} returned other memory at `{leaf.path}`: later segments read memory that "
-            f"others own or that captured code wrote to, 0x{expected.address:x} with strides "
-            f"{list(expected.stride)}, found 0x{found.address:x} with strides {list(found.stride)}. Copying "
-            f"would change its owner's data, not copying would be stale: return a new tensor (`.clone()`), "
-            f"or the same one each time.",
-            segment=self._segment,
-            path=leaf.path,
-            expected=expected,
-            found=found,
-        )
+        same = pointer == self._at[i] and (pointer != 0 or not new.numel())
+        return new is target or (same and _strides(target) == _strides(new))
 
     # Checks
 
-    def _check(self, new: Sequence[Any]) -> list[int]:
-        """The addresses of new tensors that are laid out as the captured ones."""
-        if not self._fit(*new):
-            for leaf, tensor in zip(self.leaves, new, strict=True):
-                self._check_one(leaf, tensor)
-            # Made here and not at capture, since it compares the thread's dispatch state too.
-            self._fit = _guard(new) if all(leaf.view for leaf in self.leaves) else _unsure
-        if self._separate and len(new) == 1:
-            return [new[0].data_ptr() if self.leaves[0].view else 0]
-        pointers = [t.data_ptr() if leaf.view else 0 for t, leaf in zip(new, self.leaves, strict=True)]
-        # Each at the start of a storage, and no two at one address: the common case, in 1 us.
-        if not self._separate or len({*pointers}) < len(new) or any(map(_storage_offset, new)):
-            self._check_sharing(new, pointers)
-        return pointers
-
-    def _check_one(self, leaf: Leaf, new: Any) -> None:
+    def _check(self, leaf: Leaf, new: Any) -> None:
         target, advice = leaf.target, "Shapes, dtypes and devices are fixed at capture"
-        if not isinstance(new, torch.Tensor):
-            found = f"a {type(new).__qualname__}"
-        elif leaf.view is None and new is not target:
-            found = f"another {type(new).__qualname__}"
-        elif leaf.view is not None and (kind := cannot_be_copied(new)):
-            found = f"a {kind}"
-        elif (new.shape, new.dtype, new.device) != (target.shape, target.dtype, target.device):
-            found = str(View.of(new))
-            if new.shape != target.shape and new.dim() == target.dim() > 0:
-                advice += f": pad to {list(target.shape)}, or capture again for {list(new.shape)}"
-            elif new.shape == target.shape:
-                advice += ": convert it (`.to(...)`), or capture again"
-        else:
+        is_tensor = isinstance(new, torch.Tensor)
+        kind = cannot_be_copied(new) if is_tensor and leaf.view else ""
+        if not is_tensor or kind or (leaf.view is None and new is not target):
+            found = f"a {kind or type(new).__qualname__}"
+        elif (new.shape, new.dtype, new.device) == (target.shape, target.dtype, target.device):
             return
-        expected = str(leaf.view) if leaf.view else f"one {type(target).__qualname__}"
-        raise OutputMismatchError(
-            f"{self._where} returned {found} at `{leaf.path}`; later segments read {expected}. {advice}.",
-            segment=self._segment,
-            path=leaf.path,
-            expected=target.shape,
-            found=new.shape if isinstance(new, torch.Tensor) else type(new),
-        )
+        else:
+            found = str(View.of(new))
+            if new.shape == target.shape:
+                advice += ": convert it (`.to(...)`), or capture again"
+            elif new.dim() == target.dim() > 0:
+                advice += f": pad to {list(target.shape)}, or capture again for {list(new.shape)}"
+        expected = leaf.view or f"that one {type(target).__qualname__}"
+        text = f"{found} at `{leaf.path}`; later segments read {expected}. {advice}."
+        raise self._mismatch(leaf.path, text, target.shape, new.shape if is_tensor else type(new))
+
+    def _sharing_of(
+        self, tensors: Sequence[torch.Tensor], pointers: Sequence[int], storages: Sequence[int]
+    ) -> list[tuple[int, int, Any]]:
+        """Of each leaf the first one on its storage, how many bytes after it, and strides that count."""
+        first: dict[int, int] = {}
+        found = []
+        for i, tensor in enumerate(tensors):
+            # Leaves of no elements share nothing.
+            other = first.setdefault(storages[i], i) if storages[i] >= 0 and tensor.numel() else i
+            strides = _strides(tensor) if self._exact[i] else ()
+            found.append((other, pointers[i] - pointers[other], strides))
+        return found
 
     def _check_sharing(self, new: Sequence[torch.Tensor], pointers: Sequence[int]) -> None:
         """Leaves that shared a storage still do, at the same distances, and no others."""
+        ids = [storage_id(t) if leaf.view else -1 for t, leaf in zip(new, self.leaves, strict=True)]
         there = [self._is_there(i, new[i], pointers[i]) for i in range(len(new))]
-        ids = [
-            storage_id(t) if leaf.view else -1 - i
-            for i, (t, leaf) in enumerate(zip(new, self.leaves, strict=True))
-        ]
-        for i, now in enumerate(_groups(ids, new)):
-            before = self._first[i]
-            other = min(now, before)
-            as_bytes = self.leaves[i].block >= 0 and self.blocks[self.leaves[i].block].memory is not None
-            if (other == i and not as_bytes) or (there[i] and there[other]):
-                continue
-            distance, expected = pointers[i] - pointers[other], self._at[i] - self._at[other]
-            if now == before and distance == expected and _same_strides(self._targets[i], new[i]):
-                continue
-            raise OutputMismatchError(
-                f"{self._where} returned `{self.leaves[i].path}` with strides {list(new[i].stride())}, "
-                f"{_how(now, i, self.leaves, distance)}; later segments read strides "
-                f"{list(self._targets[i].stride())}, {_how(before, i, self.leaves, expected)}. How outputs "
-                f"share memory is fixed at capture: return the same views, or clones.",
-                segment=self._segment,
-                path=self.leaves[i].path,
-                expected=(self._targets[i].stride(), expected),
-                found=(new[i].stride(), distance),
-            )
+        for i, now in enumerate(self._sharing_of(new, pointers, ids)):
+            before, path = self._sharing[i], self.leaves[i].path
+            other = min(now[0], before[0])
+            if now != before and not (there[i] and there[other]):
+                raise self._mismatch(
+                    path,
+                    f"`{path}` {self._in_memory(i, now)}; later segments read it "
+                    f"{self._in_memory(i, before)}. How outputs share memory is fixed at capture: return "
+                    f"the same views, or clones.",
+                    before,
+                    now,
+                )
 
-    def _other_structure(self, found: list[Layout]) -> OutputMismatchError:
-        before, now = next(pair for pair in zip_longest(self._layout, found) if pair[0] != pair[1])
-        path = before[0] if before else now[0]
-        expected = _in_words(before)
-        other = _in_words(now)
-        if before and now and (before[0] != now[0] or before[3] != now[3]):
-            other += f" at `{now[0]}`, with the key {now[3][-1]!r}"
-        return OutputMismatchError(
-            f"{self._where} returned another structure: later segments read {expected} at `{path}`, "
-            f"found {other}. The structure of an output is fixed at capture: return the same one each time "
-            f"(pad a list to one length), or capture again.",
-            segment=self._segment,
-            path=path,
-            expected=before[1] if before else None,
-            found=now[1] if now else None,
+    def _in_memory(self, i: int, sharing: tuple[int, int, Any]) -> str:
+        first, distance, strides = sharing
+        shared = (
+            f"{distance} bytes after `{self.leaves[first].path}`" if first != i else "in memory of its own"
         )
+        return f"{shared}, with strides {list(strides)}" if strides else shared
+
+    def _mismatch(self, path: str, text: str, expected: Any, found: Any) -> OutputMismatchError:
+        text = f"{self._where} returned {text}"
+        return OutputMismatchError(text, segment=self._segment, path=path, expected=expected, found=found)
 
     # Values that are no tensors
 
     def _put(self, field: Field, new: Any) -> None:
         """Put a value into the captured container; where that cannot be done, warn once if it differs."""
-        container, key = field.container, field.key
+        container, key, path, old = field.container, field.place.key, field.place.path, field.place.value
         if not field.owned:
-            if not field.warned and not _equal(field.value, new):
+            if not field.warned and not _equal(old, new):
                 field.warned = True
                 warn(
-                    f"{self._where} returned {new!r} at `{field.path}`, and {field.value!r} at capture. "
-                    f"Later segments were recorded for the old value. Return it as a tensor, or in a new "
-                    f"list, dict or object that a later eager segment reads.",
+                    f"{self._where} returned {new!r} at `{path}`, and {old!r} at capture. Later segments "
+                    f"were recorded for the old value. Return it as a tensor, or in a new list, dict or "
+                    f"object that a later eager segment reads.",
                     FrozenValueWarning,
                 )
             return
-        if isinstance(container, list):
-            stands = len(container) == field.length
-            now = container[key] if stands else None
-        else:
-            missing = object()
-            now = (
-                container.get(key, missing)
-                if isinstance(container, dict)
-                else getattr(container, key, missing)
-            )
-            if now is missing:  # the captured code has taken it out
-                return
-            stands = True
-        if not stands or not _is_leaf(now, field.in_object):
-            raise OutputMismatchError(
-                f"{self._where} returned {new!r} at `{field.path}`, where other code has put a "
-                f"{type(now).__qualname__} since, or has made the list longer or shorter: it would be "
-                f"overwritten. Return a tuple, or put that elsewhere.",
-                segment=self._segment,
-                path=field.path,
-                expected=type(field.value),
-                found=type(now),
+        try:
+            now = get_item(container, key)
+        except (KeyError, AttributeError):  # the captured code has taken it out
+            return
+        except IndexError:
+            now = None
+        same_length = not isinstance(container, list) or len(container) == field.length
+        if not same_length or not _is_leaf(now, field.place.in_object):
+            raise self._mismatch(
+                path,
+                f"{new!r} at `{path}`, where other code has put a {type(now).__qualname__} since, or has "
+                f"made the list longer or shorter: it would be overwritten. Return a tuple, or put that "
+                f"elsewhere.",
+                type(old),
+                type(now),
             )
         set_item(container, key, new)
 
@@ -695,34 +661,18 @@ def _is_ours_alone(alias: torch.Tensor) -> bool:
     return tensors <= len(own_aliases(alias)) and references(storage)[0] <= _HELD_BY_TENSORS
 
 
-def _groups(storages: Sequence[int], tensors: Sequence[torch.Tensor]) -> list[int]:
-    """For each tensor the first one on the same storage. Those of no elements share nothing."""
-    first: dict[int, int] = {}
-    return [
-        first.setdefault(storage, i) if storage >= 0 and tensor.numel() else i
-        for i, (storage, tensor) in enumerate(zip(storages, tensors, strict=True))
-    ]
-
-
-def _same_strides(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether tensors of one shape show the same elements from the same address."""
-    pairs = zip(tensor.shape, tensor.stride(), other.stride(), strict=True)
-    return all(size < 2 or a == b for size, a, b in pairs)
-
-
-def _how(first: int, i: int, leaves: Sequence[Leaf], distance: int) -> str:
-    if first == i:
-        return "separate from the others"
-    return f"on the memory of `{leaves[first].path}` at a distance of {distance} bytes"
+def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The strides that matter: a dimension of one element has none."""
+    return tuple(
+        [stride if size > 1 else 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    )
 
 
 def _in_words(layout: Layout | None) -> str:
     if layout is None:
         return "nothing"
     kind = layout[1]
-    what = (
-        "a tensor" if kind is torch.Tensor else "a plain value" if kind is None else f"a {kind.__qualname__}"
-    )
+    what = "a tensor" if kind is torch.Tensor else f"a {kind.__qualname__}" if kind else "a plain value"
     return what if layout[2] < 0 else f"{what} that stands elsewhere too"
 
 
@@ -741,8 +691,9 @@ def _guard(seen: Sequence[torch.Tensor]) -> Callable[..., bool]:
 
         sizes: Any = [list(t.shape) for t in seen]
         strides: Any = [[None] * t.dim() for t in seen]
-        guards = TensorGuards(*seen, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+        check: Callable[..., bool] = TensorGuards(
+            *seen, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides
+        ).check
     except (ImportError, TypeError, RuntimeError):
         return _unsure
-    check: Callable[..., bool] = guards.check
     return check
