@@ -363,9 +363,10 @@ class BreakableCUDAGraphCapture:
 
         Restored between runs are the tensors that the arguments and `fn` refer to (parameters, buffers
         and tensor attributes of modules, gradients, what a function closes over, the globals that it
-        names), and the random states. A function that puts another tensor into such a place and reads it
-        in its next run is told so; it runs a third time. Needs memory for a copy of them, and of what
-        passes each break; of tensors above 64 MiB that pass a break an even sample is compared.
+        names), and the random states. A function that puts other tensors into such places runs a third
+        time: if its result depends on what it put there, that is a difference. Needs memory for a copy of
+        them, and of what passes each break; of tensors above 64 MiB that pass a break an even sample is
+        compared.
 
         Args:
             fn: The function that was captured.

@@ -13,6 +13,7 @@ from typing import Any
 import attrs
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves
 
 from segcapture.arguments import Call
 from segcapture.backends.base import Backend
@@ -27,6 +28,7 @@ from segcapture.thread import location, warn
 from segcapture.trees import Place, flatten, references, tensors_in
 
 _COPIES = {"aten::copy_", "aten::_to_copy"}
+_NUMBERS = (int, float, complex)
 _NO_WORK = {"aten::empty", "aten::empty_like", "aten::empty_permuted", "aten::empty_strided", "aten::resize_"}
 
 
@@ -89,6 +91,10 @@ class Checks(Listener):
         self._now = ("capture", 0, "")
         """Who runs: `graph`, `eager` or the capture itself; the index of the segment, and its name."""
         self._launched: list[Use] = []
+        self._numbers: list[tuple[int, str, Any]] = []
+        """What breaks have returned: index of the segment, path and value."""
+        self._computed: dict[tuple[int, str], tuple[int, Use]] = {}
+        """Of those that a graph segment seems to compute with: the first that does, and where."""
 
     def intercepting(self) -> AbstractContextManager[None]:
         """Watch the operators of this thread, composite ones whole."""
@@ -125,12 +131,15 @@ class Checks(Listener):
         for tensor in _strided([place.value for place in places]):
             if storage_id(tensor) in self._made:
                 self._made[storage_id(tensor)].by = "capture"
+        self._numbers += [(index, p.path, p.value) for p in places if type(p.value) in _NUMBERS]
         self._now = ("capture", 0, "")
 
     def finished(self, segments: Sequence[Segment]) -> None:
         """Raise CaptureFailedError if a replay would find something now."""
         self._made.clear()
-        guard = Guard(list(self._reads.values()), segments, self._backend.tensors_kept(segments))
+        computed = [(graph, use, segments[i], path) for (i, path), (graph, use) in self._computed.items()]
+        kept = self._backend.tensors_kept(segments)
+        guard = Guard([*self._reads.values()], computed, kept, segments)
         for read in guard.reads:
             if trouble := guard.trouble(read):
                 raise CaptureFailedError(
@@ -158,7 +167,15 @@ class Checks(Listener):
                 self._made[storage_id(tensor)] = _Made(use, *self._now, weak)
             if in_graph:
                 self._check_launch(func, use, fresh, [*returned, *given])
+                self._check_numbers(use, args, kwargs)
         return out
+
+    def _check_numbers(self, use: Use, args: Any, kwargs: Any) -> None:
+        """Note an operator that takes a number that a break has returned, or an equal one."""
+        taken = [value for value in tree_leaves((args, kwargs)) if type(value) in _NUMBERS]
+        for index, path, number in self._numbers if taken else ():
+            if any(type(value) is type(number) and value == number for value in taken):
+                self._computed.setdefault((index, path), (self._now[1], use))
 
     def _check_read(self, tensor: torch.Tensor, operator: str, given: list[torch.Tensor]) -> None:
         """Note a tensor from outside that a graph segment reads."""
@@ -243,8 +260,14 @@ def _what(tensor: torch.Tensor) -> str:
 class Guard:
     """Checks before each segment of a replay that what it reads is still there."""
 
-    def __init__(self, reads: list[Read], segments: Sequence[Segment], kept: Counter[int]) -> None:
-        self.reads, self._kept = reads, kept
+    def __init__(
+        self,
+        reads: list[Read],
+        computed: list[tuple[int, Use, Any, str]],
+        kept: Counter[int],
+        segments: Sequence[Segment],
+    ) -> None:
+        self.reads, self._computed, self._kept = reads, computed, kept
         # What nobody else holds now was made for the call.
         self._objects = [(index, kept) for index, kept in _objects(segments) if kept.is_held_by_others()]
 
@@ -255,7 +278,8 @@ class Guard:
     def segment(self, segment: Segment) -> AbstractContextManager[Any]:
         """Raise CaptureStateError if the graph segment reads memory that is gone.
 
-        Warns (FrozenValueWarning) once for an object that only the capture holds any more.
+        Warns (FrozenValueWarning) once for an object that only the capture holds any more, and for a number
+        that a break returned and that captured code computed with.
         """
         for read in self.reads:
             if read.segment == segment.index and (trouble := self.trouble(read)):
@@ -268,6 +292,17 @@ class Guard:
         for index, kept in self._objects:
             if index == segment.index and not kept.is_held_by_others():
                 kept.warn(segment)
+        for computed in [*self._computed]:
+            graph, use, eager, path = computed
+            then, now = next((v, now) for at, v, now in eager.writeback.plain() if at == path)
+            if graph == segment.index and then != now:
+                self._computed.remove(computed)
+                warn(
+                    f"{use} in {segment} was captured with {then!r}, as `{path}` of {eager} was. It is "
+                    f"{now!r} now, and the graph goes on with the old one. Return a tensor, or put what "
+                    f"computes with it into a break.",
+                    FrozenValueWarning,
+                )
         return nullcontext()
 
 

@@ -5,13 +5,14 @@ import functools
 import inspect
 import random
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import attrs
 import torch
 
-from segcapture.tensors import View, on_bytes, storage_id
+from segcapture.tensors import View, on_bytes, own_alias, shows_memory_alone, storage_id
 from segcapture.trees import PLAIN, children, get_item, set_item
 
 _DEPTH = 6
@@ -156,16 +157,17 @@ class State:
     ) -> None:
         self._call, self._roots = call, roots
         search = self._search()
-        self._slots = search.slots
-        found = [slot.value for slot in self._slots if slot.value is not None]
-        ranges: dict[int, tuple[torch.UntypedStorage, int, int]] = {}
+        self._slots = [(slot.path, slot.owner, slot.key, _held(slot.value)) for slot in search.slots]
+        found = [slot.value for slot in search.slots if slot.value is not None]
+        ranges: dict[int, tuple[torch.Tensor, int, int]] = {}
         for tensor in (*found, *filter(is_dense, others)):
             low, high = View.of(tensor).byte_range()
-            storage, start, end = ranges.get(storage_id(tensor), (tensor.untyped_storage(), low, high))
-            ranges[storage_id(tensor)] = storage, min(low, start), max(high, end)
-        with torch.inference_mode():
-            memory = [on_bytes(*found) for found in ranges.values()]
-            self._memory = [(block, block.clone()) for block in memory]
+            _, start, end = ranges.get(storage_id(tensor), (tensor, low, high))
+            ranges[storage_id(tensor)] = tensor, min(low, start), max(high, end)
+        self._memory = [
+            (own_alias(tensor), low, on_bytes(tensor.untyped_storage(), low, high).clone())
+            for tensor, low, high in ranges.values()
+        ]
         self._random = list(_random_states(device))
         self._random += [(g.set_state, g.get_state()) for g in search.generators]
 
@@ -181,22 +183,38 @@ class State:
 
     def replaced(self) -> list[str]:
         """The paths where another tensor stands now, or none, or one where was none."""
-        before, now = {slot.path: slot.value for slot in self._slots}, self.now()
+        before, now = {path: held() for path, _, _, held in self._slots}, self.now()
         return [path for path in {**before, **now} if before.get(path) is not now.get(path)]
 
     def restore(self, *, places: bool = True) -> None:
         """Put all values back, in place, and each tensor to its place."""
         with torch.inference_mode():
-            for block, value in self._memory:
-                if block.storage_offset() + block.numel() <= block.untyped_storage().nbytes():
-                    block.copy_(value)
-        for slot in self._slots if places else ():
+            for alias, low, value in self._memory:
+                storage, high = alias.untyped_storage(), low + value.numel()
+                if high <= storage.nbytes():
+                    on_bytes(storage, low, high).copy_(value)
+        for _, owner, key, held in self._slots if places else ():
             # The place may be gone by now; items of tuples stay by themselves.
             with contextlib.suppress(KeyError, IndexError, AttributeError, TypeError):
-                if get_item(slot.owner, slot.key) is not slot.value:
-                    set_item(slot.owner, slot.key, slot.value)
+                if get_item(owner, key) is not (value := held()):
+                    set_item(owner, key, value)
         for set_state, random_state in self._random:
             set_state(random_state)
+
+
+def _held(tensor: torch.Tensor | None) -> Callable[[], torch.Tensor | None]:
+    """Gives a tensor back. What write-back finds to have no owner must not have one in us."""
+    if tensor is None or not shows_memory_alone(tensor):
+        return lambda: tensor
+    alias, last = own_alias(tensor), [weakref.ref(tensor)]
+
+    def held() -> torch.Tensor:
+        living = last[0]()
+        again = alias.detach() if living is None else living
+        last[0] = weakref.ref(again)
+        return again
+
+    return held
 
 
 def _random_states(device: torch.device) -> Iterator[tuple[Callable[[Any], object], Any]]:

@@ -37,8 +37,8 @@ _ADVICE = {
     "put it back in before=.",
     "passed": "The Python code passed other arguments than at capture, or took another branch: it ran then "
     "alone. Put the decision into a break, or capture once for each.",
-    "returned": "A plain Python value that a break returns is frozen for what comes after it: return a "
-    "tensor, or put what uses the value into the break.",
+    "returned": "A plain Python value that a break returns is frozen for the graph segments after it: return "
+    "a tensor, or put what uses the value into the break.",
     "anew": "A replay writes to the memory of the capture, and never changes which tensor stands there: "
     "write in place (`tensor.copy_(new)`; for gradients `zero_grad(set_to_none=False)`), or pass the tensor "
     "in and return it.",
@@ -152,13 +152,13 @@ def verify(
 ) -> VerifyReport:
     """Compare; see `BreakableCUDAGraphCapture.verify`."""
     # Not those in the pool: replays write them, and their memory may be another tensor's by the end.
-    passed = [
+    passed = (
         tensor
         for segment in segments
         if isinstance(segment, EagerSegment)
         for tensor in tensors_in(*segment.call.args, *segment.call.kwargs.values())
         if not backend.is_alias(tensor)
-    ]
+    )
     saved = State((fn, args, kwargs), state, passed, backend.device)
 
     def begin(*, places: bool = True) -> None:
@@ -186,14 +186,13 @@ def verify(
     try:
         first = eager()
         replaced = saved.replaced()
-        limit, nondeterminism = _first_difference(first, eager(places=False), tolerance)
+        # Does the function read what it has put there? Then it goes on from that, unless it is put back.
+        read = replaced and _first_difference(first, eager(places=False), tolerance, arguments=False)[1]
+        limit, nondeterminism = _first_difference(first, eager(), tolerance)
+        saved.restore()
         anew = None
-        if nondeterminism is not None and replaced:
-            # Does the function read what it has put there?
-            limit, nondeterminism = _first_difference(first, eager(), tolerance)
-            saved.restore()
-            if nondeterminism is None or saved.replaced():
-                nondeterminism, anew = None, _put_anew(replaced)
+        if saved.replaced() if nondeterminism else read:
+            nondeterminism, anew = None, _put_anew(replaced)
         begin()
         comparison = _Comparison(first[:limit], segments, saved, tolerance)
         with ambient.entered():
@@ -273,13 +272,15 @@ def _first_mismatch(
 
 
 def _first_difference(
-    first: list[_Point], second: list[_Point], tolerance: Tolerance
+    first: list[_Point], second: list[_Point], tolerance: Tolerance, *, arguments: bool = True
 ) -> tuple[int | None, Difference | None]:
-    """Where two eager runs differ: the number of the point, and what differs there."""
+    """Where two eager runs differ, in arguments of breaks or not: number of the point, and what differs."""
     # The last points are those of any run, so that one which passes fewer breaks differs before its end.
     for i, (a, b) in enumerate(zip(first, second, strict=False)):
         if (a.kind, a.name) != (b.kind, b.name):
             return i, Difference("structure", a.where, "breaks", f"the second run came to {b.where}")
+        if a.kind == "argument" and not arguments:
+            continue
         if mismatch := _first_mismatch(a.values, b.values, tolerance):
             path, how = mismatch
             return i, Difference(a.kind, a.where, f"`{path}`", how.text, None, how.largest)
@@ -322,12 +323,13 @@ class _Comparison:
             gap = []
         last = self._segments[-1] if self._segments else None
         if (seen := self._next("final", "", last)) is not None and outputs is not None:
-            found = keep(_leaves("out", outputs))
-            blamed = gap[0] if gap else last
-            self._compare("final", _where(gap, last), seen.values, found, blamed, " of the final output")
+            about = Difference(
+                "final", _where(gap, last), " of the final output", "", gap[0] if gap else last
+            )
+            self._compare(about, seen.values, keep(_leaves("out", outputs)))
         if seen is not None and (seen := self._next("state", "", None)) is not None:
-            left = keep(self._saved.now().items())
-            self._compare("state", "what the run left behind", seen.values, left)
+            about = Difference("state", "what the run left behind", "", "")
+            self._compare(about, seen.values, keep(self._saved.now().items()))
 
     def _next(self, kind: str, name: str, segment: Segment | None) -> _Point | None:
         """The next point, if it is this one; else a difference, if there is one."""
@@ -336,7 +338,8 @@ class _Comparison:
             return point
         came = "its end" if point.kind == "final" else point.where
         here = "and the capture has no break there" if kind == "final" else f"where the capture has {segment}"
-        self._add("structure", str(segment), "breaks", f"the eager run came to {came} {here}", segment)
+        text = f"the eager run came to {came} {here}"
+        self._add(Difference("structure", str(segment), "breaks", text, segment))
         return None
 
     def _compare_arguments(
@@ -345,7 +348,8 @@ class _Comparison:
         call = segment.call
         found = keep(_arguments(Call(call.fn, *resolve(call.args, call.kwargs))))
         kind, blamed = ("argument", gap[0]) if gap else ("rebound", segment)
-        if self._compare(kind, _where(gap, segment), seen, found, blamed, f" of {segment}", segment):
+        about = Difference(kind, _where(gap, segment), f" of {segment}", "", blamed)
+        if self._compare(about, seen, found, segment):
             return
         for path in (*seen, *found):
             if path not in found:
@@ -354,26 +358,24 @@ class _Comparison:
                 text = f"passed at capture ({brief(found[path].value)}), and not in the eager run"
             else:
                 continue
-            self._add("passed", str(segment), f"`{path}` of {segment}", text, segment)
+            self._add(Difference("passed", str(segment), f"`{path}` of {segment}", text, segment))
             return
 
     def _compare_output(self, segment: EagerSegment, seen: dict[str, Kept]) -> None:
         """And suspect a plain value before the graph segments that read it, or a copy of it."""
-        for path, value in segment.writeback.frozen():
-            if path in seen and (mismatch := compare(seen[path].value, value, *self._tolerance)) is not None:
+        for path, value, _ in segment.writeback.plain():
+            mismatch = compare(seen[path].value, value, *self._tolerance) if path in seen else None
+            if mismatch is not None and not self._differences:
                 text, at = f"{mismatch.text} at capture", f"`{path}` of its output"
                 self._suspects.append(Difference("returned", str(segment), at, text, segment, None, True))
         found = keep((leaf.path, leaf.target) for leaf in segment.writeback.leaves)
-        self._compare("output", str(segment), seen, found, segment)
+        self._compare(Difference("output", str(segment), "", "", segment), seen, found)
 
     def _compare(
         self,
-        kind: str,
-        where: str,
+        about: Difference,
         expected: dict[str, Kept],
         found: dict[str, Kept],
-        blamed: Segment | None = None,
-        of: str = "",
         reader: EagerSegment | None = None,
     ) -> bool:
         """Compare leaf by leaf; whether one differs. `reader` is the segment that these are arguments of."""
@@ -383,25 +385,15 @@ class _Comparison:
         if mismatch is None:
             return False
         path, how = mismatch
-        other = _kind_of_argument(path, expected[path], found[path], reader, self._stable) if reader else ""
-        if other:
-            kind, where, blamed = other, str(reader), reader
-        self._add(kind, where, f"`{path}`{of}", how.text, blamed, how.largest, agreed=agreed)
+        if reader and (kind := _kind_of_argument(path, expected[path], found[path], reader, self._stable)):
+            about = attrs.evolve(about, kind=kind, where=str(reader), segment=reader)
+        at = f"`{path}`{about.path}"
+        self._add(attrs.evolve(about, path=at, detail=how.text, largest=how.largest, inputs_agreed=agreed))
         return True
 
-    def _add(
-        self,
-        kind: str,
-        where: str,
-        path: str,
-        detail: str,
-        segment: Segment | None,
-        largest: float | None = None,
-        *,
-        agreed: bool = False,
-    ) -> None:
-        agreed &= not self._differences and kind not in _WHATEVER_THE_INPUTS
-        self._differences.append(Difference(kind, where, path, detail, segment, largest, agreed))
+    def _add(self, found: Difference) -> None:
+        agreed = found.inputs_agreed and not self._differences and found.kind not in _WHATEVER_THE_INPUTS
+        self._differences.append(attrs.evolve(found, inputs_agreed=agreed))
 
 
 def _kind_of_argument(
