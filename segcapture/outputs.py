@@ -69,11 +69,13 @@ class Memory(ABC):
 
 @attrs.define(eq=False)
 class Block:
-    """A storage under leaves of an output, as later segments read it."""
+    """A storage under leaves of an output."""
 
-    fresh: bool
+    storage: Any
+    """The captured one, until it is known whose it is."""
     leaves: list[int] = attrs.field(factory=list)
     """Positions among the tensors of the output."""
+    fresh: bool = False
     address: int = 0
     nbytes: int = 0
     """Address and size of a bridge."""
@@ -85,16 +87,23 @@ class Block:
     """Of a movable one: how often it had been written to when the break returned."""
 
 
-@attrs.frozen(eq=False)
+@attrs.define(eq=False)
 class Leaf:
     """A tensor of an output."""
 
     path: str
-    target: torch.Tensor
+    block: Block | None
+    view: Any
+    """As it was, then as later segments read it. None for one that cannot be copied, as its block."""
+    identity: int
+    """Of the captured tensor."""
+    captured: "weakref.ref[torch.Tensor]"
+    kind: str
+    """Why it cannot be copied, if so."""
+    inference: bool
+    """Whether it was made in inference mode: a view of a weight was not, even there."""
+    target: Any = None
     """An alias of the memory that later segments read; of a tensor that cannot be copied, itself."""
-    view: View | None
-    """How the target shows it; None for one that cannot be copied."""
-    block: int
 
 
 @attrs.define(eq=False)
@@ -136,14 +145,14 @@ def bridge(
             other tensors.
     """
     if len(places) == 1 and places[0].value is None:  # most breaks
-        return None, WriteBack(segment, where, [_layout_of(places[0])], [], [], [Field(0, places[0])], memory)
+        return None, WriteBack(segment, where, [_layout_of(places[0])], [], [Field(0, places[0])], memory)
     owned = find_owned(places)
     _refuse_hidden_tensors(places, owned, segment, where)
     layout = [_layout_of(place) for place in places]
-    bridging = _Bridging(places, owned, memory, segment, where)
+    bridging = _Bridging(places, owned, memory)
     try:
         bridging.let_go()
-        bridging.bridge_what_is_fresh(given)
+        bridging.restore(given, segment, where)
         root = bridging.refill(0)
     except (TypeError, ValueError, AttributeError, KeyError) as error:
         raise CaptureFailedError(
@@ -151,11 +160,11 @@ def bridge(
             f"({error}). Return a plain dict, list or object.",
             segment=segment,
         ) from error
-    leaves = bridging.keep()
+    bridging.keep()
     fields = [
-        _field(i, places, owned) for i, (_, kind, same, _) in enumerate(layout) if kind is None and same < 0
+        _field(i, places, owned) for i, (_, kind, same, _) in enumerate(layout) if not kind and same < 0
     ]
-    return root, WriteBack(segment, where, layout, leaves, [*bridging.blocks.values()], fields, memory)
+    return root, WriteBack(segment, where, layout, [*bridging.leaves.values()], fields, memory)
 
 
 def _refuse_hidden_tensors(places: list[Place], owned: list[bool], segment: int, where: str) -> None:
@@ -189,98 +198,89 @@ def _field(i: int, places: list[Place], owned: list[bool]) -> Field:
     return Field(i, place, above, owned[place.parent], len(above) if isinstance(above, list) else 0)
 
 
-@attrs.frozen
-class _Seen:
-    """A tensor of an output, after it was let go."""
-
-    identity: int
-    tensor: "weakref.ref[torch.Tensor]"
-    view: View | None
-    """None for one whose memory does not hold all that it is."""
-    storage: int
-    """Identity of its storage."""
-    kind: str
-    """Why it cannot be copied, if so."""
-    inference: bool
-    """Whether it was made in inference mode: a view of a weight was not, even there."""
-
-
 class _Bridging:
     """Takes the tensors out of an output, and puts bridges in the places of those that died."""
 
-    def __init__(
-        self, places: list[Place], owned: list[bool], memory: Memory, segment: int, where: str
-    ) -> None:
+    def __init__(self, places: list[Place], owned: list[bool], memory: Memory) -> None:
         self._places, self._owned, self._memory = places, owned, memory
-        self._segment, self._where = segment, where
-        self._seen: dict[int, _Seen] = {}
+        self.leaves: dict[int, Leaf] = {}
         """By the index of the place."""
+        self._blocks: dict[int, Block] = {}
+        """By the identity of the storage."""
         self._shells: dict[int, tuple[Any, Any]] = {}
-        """Of owned tuples, which were let go too: their class and attributes."""
-        self._storages: dict[int, torch.UntypedStorage] = {}
+        """Of owned tuples, which are let go too: their class and attributes."""
         self._made: dict[int, torch.Tensor] = {}
         """What the model receives, by the identity that the tensor had."""
-        self.blocks: dict[int, Block] = {}
-        """By the identity of the storage."""
-        self._in_kept: set[int] = set()
-        """Identities of the tensors in containers that are kept."""
 
     def let_go(self) -> None:
         """Drop all tensors of the output; keep their views and storages."""
-        # Containers with plain values are kept, to put new ones into them.
-        kept = {p.parent for p in self._places if not (p.is_container or isinstance(p.value, torch.Tensor))}
         for i, place in enumerate(self._places):
             if isinstance(place.value, torch.Tensor):
-                view, key, kind = None, 0, cannot_be_copied(place.value)
-                if place.parent in kept and self._owned[place.parent]:
-                    self._in_kept.add(id(place.value))
-                if not kind:
-                    storage = place.value.untyped_storage()
-                    view, key = View.of(place.value), storage._cdata
-                    self._storages[key] = storage
-                inference, reference = place.value.is_inference(), weakref.ref(place.value)
-                self._seen[i] = _Seen(id(place.value), reference, view, key, kind, inference)
+                self.leaves[i] = self._leaf(place)
             elif isinstance(place.value, tuple) and place.inside is not None and self._owned[i]:
                 self._shells[i] = type(place.value), dict(getattr(place.value, "__dict__", ()))
-        dropped = [
-            i for i, p in enumerate(self._places) if i in self._seen or {i, p.same_as} & {*self._shells}
-        ]
-        for i in dropped:
-            above = self._places[i].parent
-            if above >= 0 and self._owned[above] and above not in self._shells:
-                set_item(self._places[above].value, self._places[i].key, None)
-            self._places[i].value = None
+        for i, place in enumerate(self._places):
+            if i in self.leaves or i in self._shells or place.same_as in self._shells:
+                if place.parent >= 0 and self._owned[place.parent] and place.parent not in self._shells:
+                    set_item(self._places[place.parent].value, place.key, None)
+                place.value = None
 
-    def bridge_what_is_fresh(self, given: Collection[int]) -> None:
-        """Whoever else owns a tensor, its storage or its memory shows now."""
-        storages = list(self._storages.values())
-        # One reference is that of our dict: torch gives out one Python object for a storage.
-        for storage, count in zip(storages, references(storages), strict=True):
-            key, owner = storage._cdata, storage.resizable()
-            alone = owner and count == 1 and torch._C._storage_Use_Count(key) == 1
-            self.blocks[key] = Block(fresh=alone, movable=owner and not has_own_aliases(storage))
-        for position, seen in enumerate(self._seen.values()):
-            if seen.view is not None:
-                self.blocks[seen.storage].leaves.append(position)
-                self.blocks[seen.storage].movable &= seen.identity not in given
+    def _leaf(self, place: Place) -> Leaf:
+        tensor: torch.Tensor = place.value
+        kind, block, view = cannot_be_copied(tensor), None, None
+        if not kind:
+            storage = tensor.untyped_storage()
+            block = self._blocks.setdefault(storage._cdata, Block(storage))
+            block.leaves.append(len(self.leaves))
+            view = View.of(tensor)
+        reference = weakref.ref(tensor)
+        return Leaf(place.path, block, view, id(tensor), reference, kind, tensor.is_inference())
+
+    def restore(self, given: Collection[int], segment: int, where: str) -> None:
+        """Bridge what is fresh: whoever else owns a tensor, its storage or its memory shows now."""
+        storages = [block.storage for block in self._blocks.values()]
+        # One reference is that of the block: torch gives out one Python object for a storage.
+        for key, storage, count in zip(self._blocks, storages, references(storages), strict=True):
+            owner, block = storage.resizable(), self._blocks[key]
+            block.fresh = owner and count == 1 and torch._C._storage_Use_Count(key) == 1
+            block.movable = owner and not block.fresh and not has_own_aliases(storage)
         if any(storage.device != self._memory.device for storage in storages):
             self._memory.wait_for_host_copies()
+        # A container with plain values is kept, so its tensors are aliases: it must not count as an owner.
+        kept = {p.parent for i, p in enumerate(self._places) if i not in self.leaves and not p.is_container}
+        aliased = {leaf.identity for i, leaf in self.leaves.items() if self._places[i].parent in kept}
         with torch.no_grad():
-            for key, block in self.blocks.items():
+            for block in self._blocks.values():
                 if block.fresh:
-                    self._fill_bridge(key, block)
-            for i, seen in self._seen.items():
-                self._places[i].value = self._received(seen, self._places[i].path)
+                    self._fill_bridge(block, [leaf for leaf in self.leaves.values() if leaf.block is block])
+            for i, leaf in self.leaves.items():
+                made = self._made.get(leaf.identity)
+                if made is None:
+                    made = leaf.captured()
+                    if made is None and leaf.kind:
+                        raise CaptureFailedError(
+                            f"{where} returned a {leaf.kind} at `{leaf.path}`, which cannot be carried to "
+                            f"later segments. Return a plain dense torch.Tensor, such as its parts.",
+                            segment=segment,
+                            path=leaf.path,
+                        )
+                    if made is None and leaf.block is not None:  # only its storage lives
+                        with torch.inference_mode(leaf.inference):
+                            made = leaf.view.on(leaf.block.storage)
+                    if leaf.identity in aliased and shows_memory_alone(made):
+                        made = own_alias(made)
+                self._places[i].value = self._made[leaf.identity] = made
+                if leaf.block is not None:
+                    leaf.block.movable &= leaf.identity not in given
 
-    def _fill_bridge(self, key: int, block: Block) -> None:
+    def _fill_bridge(self, block: Block, leaves: list[Leaf]) -> None:
         """Allocate a bridge over the bytes that the leaves of a storage cover, and copy them."""
-        storage = self._storages[key]
-        views = {s.identity: s.view for s in self._seen.values() if s.storage == key and s.view is not None}
+        views = {leaf.identity: leaf.view for leaf in leaves}
         ranges = [view.byte_range() for view in views.values()]
         first = min(low for low, _ in ranges)
         low = first // _ALIGNMENT * _ALIGNMENT
         block.nbytes = max(high for _, high in ranges) - low
-        memory = self._memory.allocate(block.nbytes, storage.device)
+        memory = self._memory.allocate(block.nbytes, block.storage.device)
         block.address = memory.data_ptr()
         for identity, view in views.items():
             at = view.offset * view.dtype.itemsize - low if view.shape.numel() else 0
@@ -288,35 +288,9 @@ class _Bridging:
         (identity, view), *others = views.items()
         if others or view.has_repeats():
             block.memory = on_bytes(memory, first - low, block.nbytes)
-            block.memory.copy_(on_bytes(storage, first, low + block.nbytes))
+            block.memory.copy_(on_bytes(block.storage, first, low + block.nbytes))
         elif block.nbytes:
-            self._made[identity].copy_(view.on(storage))
-
-    def _received(self, seen: _Seen, path: str) -> torch.Tensor:
-        """A view of the bridge; else the tensor itself, made again if only its storage lives.
-
-        A container that is kept gets an alias of it, so that the container does not count as an owner.
-        """
-        made = self._made.get(seen.identity)
-        if made is not None:
-            return made
-        made = seen.tensor()
-        view = seen.view
-        if made is None and view is None:
-            raise CaptureFailedError(
-                f"{self._where} returned a {seen.kind} at `{path}`, which cannot be carried to later "
-                f"segments. Return a plain dense torch.Tensor, for example the parts that it is made of.",
-                segment=self._segment,
-                path=path,
-            )
-        if made is None and view is not None:
-            with torch.inference_mode(seen.inference):
-                made = view.on(self._storages[seen.storage])
-        assert made is not None
-        if seen.identity in self._in_kept and shows_memory_alone(made):
-            made = own_alias(made)
-        self._made[seen.identity] = made
-        return made
+            self._made[identity].copy_(view.on(block.storage))
 
     def refill(self, i: int) -> Any:
         """The value of a place, with everything below it put back."""
@@ -341,30 +315,24 @@ class _Bridging:
                     raise TypeError(f"`{self._places[item].path}` is not what was put there")
         return place.value
 
-    def keep(self) -> list[Leaf]:
-        """What write-back needs of each tensor: aliases, so that a bridge is free when the model drops it."""
-        numbers = {key: number for number, key in enumerate(self.blocks)}
-        aliases: dict[int, torch.Tensor] = {}
-        leaves = []
-        for i, seen in self._seen.items():
-            tensor, path = self._made[seen.identity], self._places[i].path
-            if seen.view is None:
-                leaves.append(Leaf(path, tensor, None, -1))
-                continue
-            block = self.blocks[seen.storage]
-            alias = aliases.get(seen.identity)
-            if alias is None:
+    def keep(self) -> None:
+        """Keep aliases for write-back, so that a bridge is free when the model drops it."""
+        targets: dict[int, torch.Tensor] = {}
+        for leaf in self.leaves.values():
+            block, tensor = leaf.block, self._made[leaf.identity]
+            if block is not None and leaf.identity not in targets:
                 alias = self._memory.alias(tensor)
-                if block.movable:  # neither an argument, nor memory that captured code may write to unseen
-                    block.movable = not block.fresh and alias is None and not tensor.is_inference()
-                    block.version = tensor._version if block.movable else 0
-                aliases[seen.identity] = alias = own_alias(tensor) if alias is None else alias
-            leaves.append(Leaf(path, alias, View.of(tensor), numbers[seen.storage]))
-        for block in self.blocks.values():
+                # Neither an argument, nor memory that captured code may write to unseen.
+                block.movable &= alias is None and not tensor.is_inference()
+                block.version = tensor._version if block.movable else 0
+                targets[leaf.identity] = own_alias(tensor) if alias is None else alias
+            leaf.target = targets.get(leaf.identity, tensor)
+            leaf.view = None if block is None else View.of(tensor)
+        for block in self._blocks.values():
+            block.storage = None
             if block.memory is not None:
                 alias = self._memory.alias(block.memory)
                 block.memory = own_alias(block.memory) if alias is None else alias
-        return leaves
 
 
 # At replay
@@ -379,11 +347,11 @@ class WriteBack:
         where: str,
         layout: list[Layout],
         leaves: list[Leaf],
-        blocks: list[Block],
         fields: list[Field],
         memory: Memory,
     ) -> None:
-        self.leaves, self.blocks = leaves, blocks
+        self.leaves = leaves
+        self.blocks = list(dict.fromkeys(leaf.block for leaf in leaves if leaf.block is not None))
         self._segment, self._where, self._layout = segment, where, layout
         self._fields, self._memory = fields, memory
         self._kind = layout[0][1]
@@ -393,17 +361,16 @@ class WriteBack:
         self._places = [i for i, (_, kind, *_) in enumerate(layout) if kind is torch.Tensor]
         self._targets = [leaf.target for leaf in leaves]
         self._at = [leaf.view.address if leaf.view else 0 for leaf in leaves]
-        fresh = [block for block in blocks if block.fresh]
-        self._low = min((block.address for block in fresh), default=0)
-        self._high = max((block.address + block.nbytes for block in fresh), default=0)
-        self._exact = [leaf.block >= 0 and len(blocks[leaf.block].leaves) > 1 for leaf in leaves]
-        self._exact = [
-            exact or (leaf.block >= 0 and blocks[leaf.block].memory is not None)
-            for exact, leaf in zip(self._exact, leaves, strict=True)
-        ]
-        self._sharing = self._sharing_of(self._targets, self._at, [leaf.block for leaf in leaves])
-        self._simple = len(fresh) == len(leaves) and not any(self._exact)
-        self._one_by_one = len(fresh) < len(blocks) or any(t.device != memory.device for t in self._targets)
+        bridges = self.bridges
+        self._low = min((block.address for block in bridges), default=0)
+        self._high = max((block.address + block.nbytes for block in bridges), default=0)
+        blocks = [leaf.block for leaf in leaves]
+        # Where strides are part of what is fixed.
+        self._exact = [b is not None and (len(b.leaves) > 1 or b.memory is not None) for b in blocks]
+        self._sharing = self._sharing_of(self._targets, self._at, [id(leaf.block or leaf) for leaf in leaves])
+        self._simple = len(bridges) == len(leaves) and not any(self._exact)
+        on_host = any(target.device != memory.device for target in self._targets)
+        self._one_by_one = on_host or not all(b is not None and b.fresh for b in blocks)
         self._fit: Callable[..., bool] = _unsure
 
     @property
@@ -423,9 +390,9 @@ class WriteBack:
         return self._kind is None and self._fields[0].place.value is None
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of all bridges."""
-        return sum(block.nbytes for block in self.blocks)
+    def bridges(self) -> list[Block]:
+        """The storages that are bridges."""
+        return [block for block in self.blocks if block.fresh]
 
     def plain(self) -> list[tuple[str, Any, Any]]:
         """Path of each plain value in the output, its value at capture, and the one that stands there now."""
@@ -434,9 +401,8 @@ class WriteBack:
     def seal(self) -> None:
         """The capture is complete: memory owned elsewhere that it wrote to must not move any more."""
         for leaf in self.leaves:
-            block = self.blocks[leaf.block]
-            if leaf.block >= 0 and block.movable:
-                block.movable = leaf.target._version == block.version
+            if leaf.block is not None and leaf.block.movable:
+                leaf.block.movable = leaf.target._version == leaf.block.version
 
     def _store_tensor(self, out: Any) -> None:
         self._write([out])
@@ -463,17 +429,14 @@ class WriteBack:
         if found == self._layout:
             return [place.value for place in places]
         before, now = next(pair for pair in zip_longest(self._layout, found) if pair[0] != pair[1])
-        path, expected = before[0] if before else now[0], _in_words(before)
-        other = (
-            f" at `{now[0]}`, with the key {now[-1][-1]!r}"
-            if before and now and before[::3] != now[::3]
-            else ""
-        )
+        path, other = before[0] if before else now[0], _in_words(now)
+        if before and now and before[::3] != now[::3]:
+            other += f" at `{now[0]}`, with the key {now[-1][-1]!r}"
         raise self._mismatch(
             path,
-            f"another structure: later segments read {expected} at `{path}`, found {other}. The structure of "
-            f"an output is fixed at capture: return the same one each time (pad a list to one length), or "
-            f"capture again.",
+            f"another structure: later segments read {_in_words(before)} at `{path}`, found {other}. The "
+            f"structure of an output is fixed at capture: return the same one each time (pad a list to one "
+            f"length), or capture again.",
             before[1] if before else None,
             now[1] if now else None,
         )
@@ -575,14 +538,14 @@ class WriteBack:
         found = []
         for i, tensor in enumerate(tensors):
             # Leaves of no elements share nothing.
-            other = first.setdefault(storages[i], i) if storages[i] >= 0 and tensor.numel() else i
+            other = first.setdefault(storages[i], i) if tensor.numel() else i
             strides = _strides(tensor) if self._exact[i] else ()
             found.append((other, pointers[i] - pointers[other], strides))
         return found
 
     def _check_sharing(self, new: Sequence[torch.Tensor], pointers: Sequence[int]) -> None:
         """Leaves that shared a storage still do, at the same distances, and no others."""
-        ids = [storage_id(t) if leaf.view else -1 for t, leaf in zip(new, self.leaves, strict=True)]
+        ids = [storage_id(t) if leaf.view else id(leaf) for t, leaf in zip(new, self.leaves, strict=True)]
         there = [self._is_there(i, new[i], pointers[i]) for i in range(len(new))]
         for i, now in enumerate(self._sharing_of(new, pointers, ids)):
             before, path = self._sharing[i], self.leaves[i].path

@@ -79,7 +79,7 @@ class EagerSegment:
     @property
     def bridge_bytes(self) -> int:
         """Bytes of pool memory that carry the output to later segments."""
-        return self.writeback.nbytes
+        return sum(block.nbytes for block in self.writeback.bridges)
 
     def __str__(self) -> str:
         return f"eager segment {self.index} ({self.name}, {short(self.location)})"

@@ -69,7 +69,7 @@ class EmulatedBackend(Backend):
             for tensor in [
                 leaf.target
                 for leaf in segment.writeback.leaves
-                if leaf.block >= 0 and segment.writeback.blocks[leaf.block].fresh
+                if leaf.block is not None and leaf.block.fresh
             ]
         ]
         return list({storage_id(t): t.untyped_storage() for t in (*results, *bridges)}.values())
