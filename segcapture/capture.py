@@ -186,8 +186,7 @@ class BreakableCUDAGraphCapture:
         recorder.leave(failure)
         if failure is None:
             self._segments = tuple(recorder.segments)
-            if self._checks is not None and self._checks.guard is not None:
-                self._watch = self._checks.guard.segment
+            self._watch = None if self._checks is None else self._checks.guard
             self._replayer = self._backend.replayer(self._segments, self._watch)
             self._status = _Status.READY
         elif failure is not error:

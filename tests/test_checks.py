@@ -314,7 +314,7 @@ def test_a_number_that_captured_code_computed_with(backend):
         x / measure(x * 2)["largest"]
     g.replay()
     x.mul_(3)
-    told = r"`aten::div` at .*test_checks.py:\d+ in graph segment 2 .* as `out\[\"largest\"\]` of eager segment 1"
+    told = r"`aten::div` at .*test_checks.py:.* graph segment 2 .* `out\[\"largest\"\]` of eager segment 1"
     with pytest.warns(FrozenValueWarning, match=told) as caught:
         g.replay()
     assert len(caught) == 1

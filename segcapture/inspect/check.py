@@ -1,11 +1,11 @@
 """`check=True`: what a capture cannot see by itself, watched operator by operator, and again at replay.
 
 Tensors that leave an eager function by a side door, work on the wrong device or stream, memory that is gone
-when the capture ends. What is left to check at replay becomes a `Guard`.
+when the capture ends. What is left to check at replay becomes `Checks.guard`.
 """
 
 import weakref
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -22,6 +22,7 @@ from segcapture.inspect.table import named
 from segcapture.listener import Listener
 from segcapture.operators.composites import names_of, tensor_leaves
 from segcapture.operators.intercept import watching
+from segcapture.replay import Watch
 from segcapture.segments import EagerSegment, Segment
 from segcapture.tensors import View, storage_id
 from segcapture.thread import location, warn
@@ -66,23 +67,90 @@ class Read:
     tensor: "weakref.ref[torch.Tensor]"
     address: int
     what: str
+    kept: int = 0
+    """How many tensors on its storage are the capture's."""
 
-    def trouble(self, kept: int) -> str:
-        """What has happened to it, or an empty string. `kept` tensors on its storage are the capture's."""
+    def trouble(self) -> str:
+        """What has happened to it, or an empty string."""
         # With our own temporary handle the count is one more than there are tensors.
-        if self.weak.expired() or torch._C._storage_Use_Count(self.weak.cdata) - 1 <= kept:
+        if self.weak.expired() or torch._C._storage_Use_Count(self.weak.cdata) - 1 <= self.kept:
             return "was dropped or re-bound after the capture"
         tensor = self.tensor()
         if tensor is not None and tensor.data_ptr() != self.address:
             return "has moved to another address since the capture"
         return ""
 
+    def check(self, segment: Segment) -> None:
+        """Raise CaptureStateError if it is not there any more."""
+        if trouble := self.trouble():
+            raise CaptureStateError(
+                f"{segment} cannot be replayed: {self.use} reads {self.what}, which {trouble}. Keep the "
+                f"captured tensor and copy new values into it (`tensor.copy_(new)`), or capture again.",
+                segment=segment.index,
+            )
+
+
+@attrs.define(eq=False)
+class Number:
+    """A number that a break returned, and that a graph segment seems to compute with."""
+
+    use: Use
+    segment: int
+    path: str
+    value: Any
+    source: Any = None
+    """The eager segment; None once it has been warned of."""
+
+    def check(self, segment: Segment) -> None:
+        """Warn once if another one stands there now."""
+        plain = self.source.writeback.plain() if self.source is not None else ()
+        for now in (now for path, _, now in plain if path == self.path and now != self.value):
+            source, self.source = self.source, None
+            warn(
+                f"{self.use} in {segment} was captured with {self.value!r}, as `{self.path}` of {source} "
+                f"was. It is {now!r} now, and the graph goes on with the old one. Return a tensor, or put "
+                f"what computes with it into a break.",
+                FrozenValueWarning,
+            )
+
+
+@attrs.define(eq=False)
+class KeptObject:
+    """A mutable object with tensors in it that eager calls keep by identity."""
+
+    boxed: list[Any]
+    """It alone: one reference, which does not count."""
+    path: str
+    ours: int = 0
+    """How often recorded calls refer to it."""
+    warned: bool = False
+
+    def is_held_by_others(self) -> bool:
+        """Whether anybody but the capture refers to it."""
+        return references(self.boxed)[0] > self.ours
+
+    def check(self, segment: Segment) -> None:
+        """Warn once if nobody else does any more."""
+        if not self.warned and not self.is_held_by_others():
+            self.warned = True
+            warn(
+                f"{segment} reads `{self.path}` (a {type(self.boxed[0]).__qualname__} that holds tensors), "
+                f"which only the capture refers to any more. An eager call keeps a mutable object by "
+                f"identity: if the code has made a new one since, this replay still reads the old. Change "
+                f"the captured object in place, or pass `Live(lambda: ...)`.",
+                FrozenValueWarning,
+            )
+
 
 class Checks(Listener):
     """The checks of one running capture."""
 
-    guard: "Guard | None" = None
-    """What its replays must check, once it is complete."""
+    guard: Watch | None = None
+    """To be called before each segment of a replay, once the capture is complete.
+
+    It raises CaptureStateError if the segment reads memory that is gone, and warns (FrozenValueWarning) once
+    for an object that only the capture holds any more, and for a number that captured code computed with.
+    """
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -93,8 +161,8 @@ class Checks(Listener):
         self._launched: list[Use] = []
         self._numbers: list[tuple[int, str, Any]] = []
         """What breaks have returned: index of the segment, path and value."""
-        self._computed: dict[tuple[int, str], tuple[int, Use]] = {}
-        """Of those that a graph segment seems to compute with: the first that does, and where."""
+        self._computed: dict[tuple[int, str], Number] = {}
+        """Those that a graph segment takes, by the first three."""
 
     def intercepting(self) -> AbstractContextManager[None]:
         """Watch the operators of this thread, composite ones whole."""
@@ -137,17 +205,30 @@ class Checks(Listener):
     def finished(self, segments: Sequence[Segment]) -> None:
         """Raise CaptureFailedError if a replay would find something now."""
         self._made.clear()
-        computed = [(graph, use, segments[i], path) for (i, path), (graph, use) in self._computed.items()]
+        checks: dict[int, list[Read | Number | KeptObject]] = defaultdict(list)
         kept = self._backend.tensors_kept(segments)
-        guard = Guard([*self._reads.values()], computed, kept, segments)
-        for read in guard.reads:
-            if trouble := guard.trouble(read):
+        for found in self._reads.values():
+            read = attrs.evolve(found, kept=kept[found.weak.cdata])
+            checks[read.segment].append(read)
+            if trouble := read.trouble():
                 raise CaptureFailedError(
                     f"{read.use} in graph segment {read.segment} reads {read.what}, which {trouble} "
                     f"began: each replay would read freed memory. Keep the tensor as long as the capture.",
                     segment=read.segment,
                     operator=read.use.operator,
                 )
+        for (index, _), number in self._computed.items():
+            number.source = segments[index]
+            checks[number.segment].append(number)
+        for index, thing in _objects(segments):
+            if thing.is_held_by_others():  # else it was made for the call
+                checks[index].append(thing)
+
+        def guard(segment: Segment) -> AbstractContextManager[None]:
+            for check in checks.get(segment.index, ()):
+                check.check(segment)
+            return nullcontext()
+
         self.guard = guard
 
     def _operator(self, func: Any, args: Any, kwargs: Any, call: Callable[[], Any]) -> Any:
@@ -175,7 +256,7 @@ class Checks(Listener):
         taken = [value for value in tree_leaves((args, kwargs)) if type(value) in _NUMBERS]
         for index, path, number in self._numbers if taken else ():
             if any(type(value) is type(number) and value == number for value in taken):
-                self._computed.setdefault((index, path), (self._now[1], use))
+                self._computed.setdefault((index, path), Number(use, self._now[1], path, number))
 
     def _check_read(self, tensor: torch.Tensor, operator: str, given: list[torch.Tensor]) -> None:
         """Note a tensor from outside that a graph segment reads."""
@@ -254,95 +335,15 @@ def _what(tensor: torch.Tensor) -> str:
     return f"{kind} ({View.of(tensor)})"
 
 
-# At replay
-
-
-class Guard:
-    """Checks before each segment of a replay that what it reads is still there."""
-
-    def __init__(
-        self,
-        reads: list[Read],
-        computed: list[tuple[int, Use, Any, str]],
-        kept: Counter[int],
-        segments: Sequence[Segment],
-    ) -> None:
-        self.reads, self._computed, self._kept = reads, computed, kept
-        # What nobody else holds now was made for the call.
-        self._objects = [(index, kept) for index, kept in _objects(segments) if kept.is_held_by_others()]
-
-    def trouble(self, read: Read) -> str:
-        """What has happened to a tensor, or an empty string."""
-        return read.trouble(self._kept[read.weak.cdata])
-
-    def segment(self, segment: Segment) -> AbstractContextManager[Any]:
-        """Raise CaptureStateError if the graph segment reads memory that is gone.
-
-        Warns (FrozenValueWarning) once for an object that only the capture holds any more, and for a number
-        that a break returned and that captured code computed with.
-        """
-        for read in self.reads:
-            if read.segment == segment.index and (trouble := self.trouble(read)):
-                raise CaptureStateError(
-                    f"{segment} cannot be replayed: {read.use} reads {read.what}, which {trouble}. Keep "
-                    f"the captured tensor and copy new values into it (`tensor.copy_(new)`), or capture "
-                    f"again.",
-                    segment=segment.index,
-                )
-        for index, kept in self._objects:
-            if index == segment.index and not kept.is_held_by_others():
-                kept.warn(segment)
-        for computed in [*self._computed]:
-            graph, use, eager, path = computed
-            then, now = next((v, now) for at, v, now in eager.writeback.plain() if at == path)
-            if graph == segment.index and then != now:
-                self._computed.remove(computed)
-                warn(
-                    f"{use} in {segment} was captured with {then!r}, as `{path}` of {eager} was. It is "
-                    f"{now!r} now, and the graph goes on with the old one. Return a tensor, or put what "
-                    f"computes with it into a break.",
-                    FrozenValueWarning,
-                )
-        return nullcontext()
-
-
-@attrs.define(eq=False)
-class _KeptObject:
-    """A mutable object with tensors in it that eager calls keep by identity."""
-
-    boxed: list[Any]
-    """It alone: one reference, which does not count."""
-    path: str
-    ours: int = 0
-    """How often recorded calls refer to it."""
-    warned: bool = False
-
-    def is_held_by_others(self) -> bool:
-        """Whether anybody but the capture refers to it."""
-        return references(self.boxed)[0] > self.ours
-
-    def warn(self, segment: Segment) -> None:
-        """Say once that nobody else does any more."""
-        if not self.warned:
-            self.warned = True
-            warn(
-                f"{segment} reads `{self.path}` (a {type(self.boxed[0]).__qualname__} that holds tensors), "
-                f"which only the capture refers to any more. An eager call keeps a mutable object by "
-                f"identity: if the code has made a new one since, this replay still reads the old. Change "
-                f"the captured object in place, or pass `Live(lambda: ...)`.",
-                FrozenValueWarning,
-            )
-
-
-def _objects(segments: Sequence[Segment]) -> list[tuple[int, _KeptObject]]:
+def _objects(segments: Sequence[Segment]) -> list[tuple[int, KeptObject]]:
     """The mutable objects with tensors among the arguments, with the index of the segment."""
-    found: dict[int, _KeptObject] = {}
+    found: dict[int, KeptObject] = {}
     by_segment = []
     for segment in segments:
         if isinstance(segment, EagerSegment):
             for name, argument in named(segment.call):
                 for path, value in _outer_objects(name, argument):
-                    kept = found.setdefault(id(value), _KeptObject([value], path))
+                    kept = found.setdefault(id(value), KeptObject([value], path))
                     kept.ours += 1
                     by_segment.append((segment.index, kept))
     return by_segment

@@ -97,9 +97,8 @@ def find_breaks(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Missing
 
 def _device_of(fn: Any, args: Any, kwargs: Any) -> torch.device:
     """The accelerator where a tensor of the call is on one, or where there is one and no tensor is known."""
-    search = Search()
-    search.visit_call(fn, args, kwargs)
-    devices = {slot.value.device for slot in search.slots if slot.value is not None}
+    slots = Search(fn, args, kwargs).slots
+    devices = {slot.value.device for slot in slots if slot.value is not None}
     for device in devices:
         if device.type not in ("cpu", "meta"):
             return device

@@ -43,27 +43,25 @@ class Slot:
 
 
 class Search:
-    """A walk through Python objects, and what it found.
+    """What a call can reach: by its arguments, by the function itself, by what else its user names.
 
     That is: what is in containers and objects; parameters, buffers, attributes and gradients of modules; the
     object of a bound method; what a function closes over, and the globals that it names.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], others: Any = ()) -> None:
         self.slots: list[Slot] = []
         self.generators: list[torch.Generator] = []
         # The objects themselves: the id of one that died could be another one's.
         self._seen: dict[int, Any] = {}
-
-    def visit_call(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Add what a call can reach: its arguments, and then what the function itself refers to."""
         for i, value in enumerate(args):
-            self.visit(f"args[{i}]", value, args, i)
+            self._visit(f"args[{i}]", value)
         for key, value in kwargs.items():
-            self.visit(key, value, kwargs, key)
-        self.visit(getattr(fn, "__name__", type(fn).__name__), fn)
+            self._visit(key, value)
+        self._visit(getattr(fn, "__name__", type(fn).__name__), fn)
+        self._visit("state", others)
 
-    def visit(self, path: str, value: Any, owner: Any = (), key: Any = None, depth: int = 0) -> None:
+    def _visit(self, path: str, value: Any, owner: Any = (), key: Any = None, depth: int = 0) -> None:
         """Add what can be reached from a value, which stands at a key of its owner."""
         if value is None or is_dense(value):
             self.slots.append(Slot(path, owner, key, value))
@@ -74,9 +72,9 @@ class Search:
             self.generators.append(value)
         elif not isinstance(value, torch.Tensor):
             for parent, name, suffix, child in _reachable(value):
-                self.visit(path + suffix, child, parent, name, depth + 1)
+                self._visit(path + suffix, child, parent, name, depth + 1)
         elif value.requires_grad and value.is_leaf:
-            self.visit(f"{path}.grad", value.grad, value, "grad", depth)
+            self._visit(f"{path}.grad", value.grad, value, "grad", depth)
 
 
 def is_dense(value: Any) -> bool:
@@ -143,20 +141,16 @@ class State:
     (a Python counter, say) is not.
 
     Args:
-        call: A function with its arguments, of which all is kept that it can reach.
-        roots: The same of these, which the user named.
+        reach: Makes a search of what the run can reach.
         others: Tensors that are no part of what `now` tells.
+        device: The one whose random state is kept, besides the CPU.
     """
 
     def __init__(
-        self,
-        call: tuple[Any, tuple[Any, ...], dict[str, Any]],
-        roots: Any,
-        others: Iterable[torch.Tensor],
-        device: torch.device,
+        self, reach: Callable[[], Search], others: Iterable[torch.Tensor], device: torch.device
     ) -> None:
-        self._call, self._roots = call, roots
-        search = self._search()
+        self._reach = reach
+        search = reach()
         self._slots = [(slot.path, slot.owner, slot.key, _held(slot.value)) for slot in search.slots]
         found = [slot.value for slot in search.slots if slot.value is not None]
         ranges: dict[int, tuple[torch.Tensor, int, int]] = {}
@@ -171,15 +165,9 @@ class State:
         self._random = list(_random_states(device))
         self._random += [(g.set_state, g.get_state()) for g in search.generators]
 
-    def _search(self) -> Search:
-        search = Search()
-        search.visit_call(*self._call)
-        search.visit("state", self._roots)
-        return search
-
     def now(self) -> dict[str, torch.Tensor | None]:
         """What stands at each path now."""
-        return {slot.path: slot.value for slot in self._search().slots}
+        return {slot.path: slot.value for slot in self._reach().slots}
 
     def replaced(self) -> list[str]:
         """The paths where another tensor stands now, or none, or one where was none."""
@@ -189,10 +177,10 @@ class State:
     def restore(self, *, places: bool = True) -> None:
         """Put all values back, in place, and each tensor to its place."""
         with torch.inference_mode():
-            for alias, low, value in self._memory:
-                storage, high = alias.untyped_storage(), low + value.numel()
+            for alias, low, copied in self._memory:
+                storage, high = alias.untyped_storage(), low + copied.numel()
                 if high <= storage.nbytes():
-                    on_bytes(storage, low, high).copy_(value)
+                    on_bytes(storage, low, high).copy_(copied)
         for _, owner, key, held in self._slots if places else ():
             # The place may be gone by now; items of tuples stay by themselves.
             with contextlib.suppress(KeyError, IndexError, AttributeError, TypeError):
