@@ -133,7 +133,7 @@ def _named_by(fn: Any) -> Iterator[tuple[Any, Any, str, Any]]:
 # What a run may change
 
 
-class State:
+class Snapshot:
     """Everything that a run may change, as it was when this was made.
 
     Kept are the bytes of tensors, which tensor stands where (as an item, an attribute, a gradient, in a

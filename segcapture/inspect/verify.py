@@ -9,7 +9,7 @@ import torch
 from segcapture.ambient import Ambient
 from segcapture.arguments import Call, resolve
 from segcapture.backends.base import Backend
-from segcapture.inspect.snapshot import Kept, Mismatch, Search, State, brief, compare, keep
+from segcapture.inspect.snapshot import Kept, Mismatch, Search, Snapshot, brief, compare, keep
 from segcapture.inspect.table import frozen, named
 from segcapture.listener import Listener
 from segcapture.recorder import Options, Run
@@ -159,7 +159,7 @@ def verify(
         for tensor in tensors_in(*segment.call.args, *segment.call.kwargs.values())
         if not backend.is_alias(tensor)
     )
-    saved = State(lambda: Search(fn, args, kwargs, state), passed, backend.device)
+    saved = Snapshot(lambda: Search(fn, args, kwargs, state), passed, backend.device)
 
     def begin(*, places: bool = True) -> None:
         saved.restore(places=places)
@@ -290,7 +290,7 @@ def _first_difference(
 class _Comparison:
     """Of a capture, which runs segment by segment, with the points of an eager run."""
 
-    def __init__(self, points: list[_Point], segments: Sequence[Segment], saved: State, tolerance: Tolerance):
+    def __init__(self, points: list[_Point], segments: Sequence[Segment], saved: Snapshot, tolerance: Tolerance):
         self.compared = 0
         self._points, self._segments = iter(points), segments
         self._saved, self._tolerance = saved, tolerance
