@@ -2,12 +2,10 @@
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from segcapture.arguments import Call
-    from segcapture.segments import Segment
-    from segcapture.trees import Place
+from segcapture.arguments import Call
+from segcapture.segments import Segment
+from segcapture.trees import Place
 
 
 class Listener:
@@ -29,11 +27,11 @@ class Listener:
     def graph_ends(self, index: int, empty: bool) -> None:
         """A graph segment has ended; `empty` says that it recorded nothing and is dropped."""
 
-    def break_begins(self, index: int, name: str, place: str, call: "Call") -> None:
+    def break_begins(self, index: int, name: str, place: str, call: Call) -> None:
         """The function of a break is about to be called. `call` has its arguments of now."""
 
-    def break_ends(self, index: int, places: "list[Place]") -> None:
+    def break_ends(self, index: int, places: list[Place]) -> None:
         """It has returned an output of these places, of which nothing may be kept."""
 
-    def finished(self, segments: "Sequence[Segment]") -> None:
+    def finished(self, segments: Sequence[Segment]) -> None:
         """The capture is complete."""

@@ -41,12 +41,44 @@ from segcapture.trees import (
     tuple_like,
 )
 
-Layout = tuple[str, Any, int, tuple[Any, ...]]
-"""What is fixed about a place: its path, the class of a container or `Tensor` (None: a plain value), the
-index of the place where the same container stands first, and the key."""
+Containers = list[tuple[int, Any, list[Any]]]
+"""Index, class and keys of each container."""
 _OPEN = object()
 """Stands for a tuple while its items are put back."""
 _ALIGNMENT = 256  # bytes; what the CUDA allocator's blocks have, and vectorised kernels may ask for
+
+
+@attrs.frozen
+class Layout:
+    """What is fixed about a place in an output."""
+
+    path: str = attrs.field(eq=False)
+    parent: int
+    same_as: int
+    key: tuple[Any, ...]
+    """Equals a key of the same type alone. By the hash first: that tells tensors apart."""
+    kind: type | None
+    """The class of a container, or `Tensor`; None for a plain value."""
+
+    @classmethod
+    def of(cls, place: Place) -> "Layout":
+        """The layout of a place."""
+        kind = torch.Tensor if isinstance(place.value, torch.Tensor) else None
+        kind = type(place.value) if place.is_container else kind
+        return cls(
+            place.path, place.parent, place.same_as, (hash(place.key), type(place.key), place.key), kind
+        )
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is a value that is neither a tensor nor a container."""
+        return self.kind is None and self.same_as < 0
+
+    def __str__(self) -> str:
+        if self.kind is None:
+            return "a plain value"
+        what = "a tensor" if self.kind is torch.Tensor else f"a {self.kind.__qualname__}"
+        return what if self.same_as < 0 else f"{what} that stands elsewhere too"
 
 
 class Memory(ABC):
@@ -145,10 +177,11 @@ def bridge(
             other tensors.
     """
     if len(places) == 1 and places[0].value is None:  # most breaks
-        return None, WriteBack(segment, where, [_layout_of(places[0])], [], [Field(0, places[0])], memory)
+        layout, fields = [Layout.of(places[0])], [Field(0, places[0])]
+        return None, WriteBack(segment, where, layout, None, [], fields, memory)
     owned = find_owned(places)
     _refuse_hidden_tensors(places, owned, segment, where)
-    layout = [_layout_of(place) for place in places]
+    layout, containers = [*map(Layout.of, places)], _containers(places)
     bridging = _Bridging(places, owned, memory)
     try:
         bridging.let_go()
@@ -161,10 +194,9 @@ def bridge(
             segment=segment,
         ) from error
     bridging.keep()
-    fields = [
-        _field(i, places, owned) for i, (_, kind, same, _) in enumerate(layout) if not kind and same < 0
-    ]
-    return root, WriteBack(segment, where, layout, [*bridging.leaves.values()], fields, memory)
+    fields = [_field(i, places, owned) for i, place in enumerate(layout) if place.is_plain]
+    leaves = [*bridging.leaves.values()]
+    return root, WriteBack(segment, where, layout, containers, leaves, fields, memory)
 
 
 def _refuse_hidden_tensors(places: list[Place], owned: list[bool], segment: int, where: str) -> None:
@@ -180,14 +212,19 @@ def _refuse_hidden_tensors(places: list[Place], owned: list[bool], segment: int,
             )
 
 
-def _layout_of(place: Place) -> Layout:
-    kind = torch.Tensor if isinstance(place.value, torch.Tensor) else None
-    return place.path, type(place.value) if place.is_container else kind, place.same_as, _typed(place.key)
-
-
-def _typed(key: Any) -> tuple[Any, ...]:
-    """A key that equals another one of its type alone. By the hash first: that tells tensors apart."""
-    return hash(key), type(key), key
+def _containers(places: list[Place]) -> Containers | None:
+    """Of an output that is tuples, lists, and dicts of strings, each once: it is read without a walk."""
+    found = []
+    for i, place in enumerate(places):
+        if place.inside is not None:
+            kind, keys = type(place.value), [places[item].key for item in place.inside]
+            by_string = kind is dict and all(type(key) is str for key in keys)
+            if not (by_string or kind is list or issubclass(kind, tuple)):
+                return None
+            found.append((i, kind, keys))
+        elif place.same_as >= 0:
+            return None
+    return found
 
 
 def _field(i: int, places: list[Place], owned: list[bool]) -> Field:
@@ -267,6 +304,7 @@ class _Bridging:
                     if made is None and leaf.block is not None:  # only its storage lives
                         with torch.inference_mode(leaf.inference):
                             made = leaf.view.on(leaf.block.storage)
+                    assert made is not None
                     if leaf.identity in aliased and shows_memory_alone(made):
                         made = own_alias(made)
                 self._places[i].value = self._made[leaf.identity] = made
@@ -346,6 +384,7 @@ class WriteBack:
         segment: int,
         where: str,
         layout: list[Layout],
+        containers: Containers | None,
         leaves: list[Leaf],
         fields: list[Field],
         memory: Memory,
@@ -354,11 +393,9 @@ class WriteBack:
         self.blocks = list(dict.fromkeys(leaf.block for leaf in leaves if leaf.block is not None))
         self._segment, self._where, self._layout = segment, where, layout
         self._fields, self._memory = fields, memory
-        self._kind = layout[0][1]
-        is_flat = isinstance(self._kind, type) and issubclass(self._kind, tuple | list | dict)
-        self._is_flat = is_flat and all(kind in (torch.Tensor, None) for _, kind, *_ in layout[1:])
-        self._keys = [key for *_, key in layout[1:]]
-        self._places = [i for i, (_, kind, *_) in enumerate(layout) if kind is torch.Tensor]
+        self._kind = layout[0].kind
+        self._containers = containers
+        self._places = [i for i, place in enumerate(layout) if place.kind is torch.Tensor]
         self._targets = [leaf.target for leaf in leaves]
         self._at = [leaf.view.address if leaf.view else 0 for leaf in leaves]
         bridges = self.bridges
@@ -417,29 +454,50 @@ class WriteBack:
 
     def _read(self, out: Any) -> Sequence[Any]:
         """The value in each place of an output that is built as the captured one."""
-        if self._is_flat and type(out) is self._kind and len(out) == len(self._keys):
-            is_dict = isinstance(out, dict)
-            values = [out, *(out.values() if is_dict else out)]
-            same_keys = not is_dict or [*map(_typed, out)] == self._keys
-            changed = [f for f in self._fields if values[f.index] is not f.place.value]
-            if same_keys and all(_is_leaf(values[f.index]) for f in changed):
+        if self._containers is not None:
+            values = self._read_quickly(out)
+            if values is not None:
                 return values
         places = flatten(out)
-        found = [_layout_of(place) for place in places]
+        found = [*map(Layout.of, places)]
         if found == self._layout:
             return [place.value for place in places]
         before, now = next(pair for pair in zip_longest(self._layout, found) if pair[0] != pair[1])
-        path, other = before[0] if before else now[0], _in_words(now)
-        if before and now and before[::3] != now[::3]:
-            other += f" at `{now[0]}`, with the key {now[-1][-1]!r}"
+        path, other = (before or now).path, str(now or "nothing")
+        if before and now and (before.path, before.key) != (now.path, now.key):
+            other += f" at `{now.path}`, with the key {now.key[-1]!r}"
         raise self._mismatch(
             path,
-            f"another structure: later segments read {_in_words(before)} at `{path}`, found {other}. The "
+            f"another structure: later segments read {before or 'nothing'} at `{path}`, found {other}. The "
             f"structure of an output is fixed at capture: return the same one each time (pad a list to one "
             f"length), or capture again.",
-            before[1] if before else None,
-            now[1] if now else None,
+            before and before.kind,
+            now and now.kind,
         )
+
+    def _read_quickly(self, out: Any) -> list[Any] | None:
+        values = [out]
+        for i, kind, keys in self._containers or ():
+            value = values[i]
+            if type(value) is not kind or len(value) != len(keys):
+                return None
+            if kind is not dict:
+                values += value
+            elif list(value) == keys:
+                values += value.values()
+            else:
+                return None
+        if len(self._containers or ()) > 1 and self._met_twice(values):
+            return None
+        for field in self._fields:
+            value = values[field.index]
+            if value is not field.place.value and not _is_leaf(value):
+                return None
+        return values
+
+    def _met_twice(self, values: list[Any]) -> bool:
+        containers = self._containers or ()
+        return len({id(values[i]) for i, *_ in containers}) < len(containers)
 
     def _write(self, new: Sequence[Any]) -> None:
         if not self._fit(*new):
@@ -447,11 +505,13 @@ class WriteBack:
                 self._check(leaf, tensor)
             # Made here and not at capture, since it compares the thread's dispatch state too.
             self._fit = _guard(new) if all(leaf.view for leaf in self.leaves) else _unsure
-        pointers = [t.data_ptr() if leaf.view else 0 for t, leaf in zip(new, self.leaves, strict=True)]
-        # Each at the start of a storage, and no two at one address: the common case, in 1 us.
-        if not self._simple or (
-            len(new) > 1 and (len({*pointers}) < len(new) or any(map(_storage_offset, new)))
-        ):
+        if self._simple:
+            pointers = [*map(_data_ptr, new)]
+            # Each at the start of a storage, and no two at one address: the common case, in 1 us.
+            if len(new) > 1 and (len({*pointers}) < len(new) or any(map(_storage_offset, new))):
+                self._check_sharing(new, pointers)
+        else:
+            pointers = [t.data_ptr() if leaf.view else 0 for t, leaf in zip(new, self.leaves, strict=True)]
             self._check_sharing(new, pointers)
         if self._one_by_one:
             self._memory.wait_for_host_copies()
@@ -618,7 +678,7 @@ def _equal(old: Any, new: Any) -> bool:
         return False
 
 
-_storage_offset = torch.Tensor.storage_offset
+_storage_offset, _data_ptr = torch.Tensor.storage_offset, torch.Tensor.data_ptr
 # Of a storage with tensors on it; torch versions differ in whether those hold its Python object too.
 _probe = torch.empty(1, device="cpu")
 _HELD_BY_TENSORS = references([_probe.untyped_storage()])[0]
@@ -636,14 +696,6 @@ def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
     return tuple(
         [stride if size > 1 else 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
     )
-
-
-def _in_words(layout: Layout | None) -> str:
-    if layout is None:
-        return "nothing"
-    kind = layout[1]
-    what = "a tensor" if kind is torch.Tensor else f"a {kind.__qualname__}" if kind else "a plain value"
-    return what if layout[2] < 0 else f"{what} that stands elsewhere too"
 
 
 def _unsure(*tensors: object) -> bool:

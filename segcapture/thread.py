@@ -11,12 +11,9 @@ import sys
 import threading
 import warnings
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-
-if TYPE_CHECKING:
-    from segcapture.recorder import Run
 
 _OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
@@ -77,8 +74,8 @@ def short(place: str) -> str:
 
 
 class _State(threading.local):
-    run: "Run | None" = None
-    """The capture, or the eager run that is observed, which this thread is inside of."""
+    run: Any = None
+    """The `recorder.Run` that this thread is inside of: a capture, or an eager run that is observed."""
     keep_alive: list[Any] | None = None
     """While this thread captures: dropped graphs whose destruction must wait."""
 
