@@ -21,6 +21,9 @@ class Listener:
     def graph_begins(self, index: int) -> None:
         """A graph segment begins: what is called from now on belongs to it."""
 
+    def graph_ending(self, index: int) -> None:
+        """The backend is about to end it: operators that are called from now on are ours."""
+
     def graph_ends(self, index: int, empty: bool) -> None:
         """A graph segment has ended; `empty` says that it recorded nothing and is dropped."""
 

@@ -5,6 +5,7 @@ their storages are kept. A storage that then has no other owner is fresh: later 
 of the pool at a fixed address. Any other is memory owned elsewhere (an argument, a cache), and stays itself.
 """
 
+import contextlib
 import gc
 import weakref
 from abc import ABC, abstractmethod
@@ -151,6 +152,12 @@ class Field:
     length: int = 0
     """Of a list, at capture."""
     warned: bool = False
+
+    def now(self) -> Any:
+        """The value that stands there now, where it can be put; else that of the capture."""
+        with contextlib.suppress(KeyError, AttributeError, IndexError):  # the captured code has taken it out
+            return get_item(self.container, self.place.key) if self.owned else self.place.value
+        return self.place.value
 
 
 # At capture
@@ -424,9 +431,9 @@ class WriteBack:
         """The storages that are bridges."""
         return [block for block in self.blocks if block.fresh]
 
-    def frozen(self) -> list[tuple[str, Any]]:
-        """Path of each plain value in the output that cannot be replaced, and the value at capture."""
-        return [(f.place.path, f.place.value) for f in self._fields if not f.owned]
+    def plain(self) -> list[tuple[str, Any, Any]]:
+        """Path of each plain value in the output, its value at capture, and the one that stands there now."""
+        return [(field.place.path, field.place.value, field.now()) for field in self._fields]
 
     def seal(self) -> None:
         """The capture is complete: memory owned elsewhere that it wrote to must not move any more."""

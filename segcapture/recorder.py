@@ -245,7 +245,7 @@ class Recorder(Run):
                     segment=len(self.segments),
                 )
             result = self._run_eager(Call(fn, args, kwargs), stub or fn, name, place, below_autograd)
-            self._open_segment(name, place)
+            self._open_segment(f"after {name}", place)
         except BaseException as error:
             self._fail(error)
             raise
@@ -299,12 +299,14 @@ class Recorder(Run):
 
     def _open_segment(self, name: str, place: str) -> None:
         self._opened = (name, place)
-        self._doing = f"graph segment {len(self.segments)} (opened by {name} at {place})"
+        self._doing = f"graph segment {len(self.segments)} ({name}, {place})"
         self._backend.begin()
         for listener in self._listeners:
             listener.graph_begins(len(self.segments))
 
     def _close_segment(self) -> None:
+        for listener in self._listeners:
+            listener.graph_ending(len(self.segments))
         graph = self._backend.end()
         for listener in self._listeners:
             listener.graph_ends(len(self.segments), graph is None)

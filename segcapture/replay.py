@@ -4,12 +4,14 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+import attrs
 import torch
 from torch.autograd import profiler
 
 from segcapture.ambient import Ambient
 from segcapture.errors import SegcaptureError
 from segcapture.segments import EagerSegment, Segment
+from segcapture.thread import short
 
 Around = Callable[[Callable[[], Any], Callable[[Any], None]], Callable[[], None]]
 """From a function and where its output goes to a call of both, with something around it."""
@@ -18,6 +20,24 @@ Step = tuple[Callable[..., Any], tuple[Any, ...] | None, Callable[[Any], None] |
 None, None."""
 Watch = Callable[[Segment], AbstractContextManager[Any]]
 """What is entered around each segment of a replay."""
+
+
+@attrs.frozen(eq=False)
+class OperatorStep:
+    """One operator of a graph segment that has just run, in `mode="debug"`."""
+
+    name: str
+    """`aten::mm`."""
+    location: str
+    """`file:line` of the user's code that called it."""
+    segment: Segment
+    results: tuple[torch.Tensor, ...] = attrs.field(repr=False)
+    """The new tensors that it made, holding their values; empty if it wrote in place."""
+
+    kind = "operator"
+
+    def __str__(self) -> str:
+        return f"operator {self.name} ({short(self.location)}) in {self.segment}"
 
 
 def replay_loop(

@@ -31,7 +31,7 @@ class GraphSegment:
     index: int
     """Position in the capture, from 0."""
     name: str
-    """What opened it: the name of the break before it, or `start`."""
+    """Where it begins: `start`, `after` and the name of the break before it, or the name of `break_graph`."""
     location: str
     """`file:line` of the user's call that opened it."""
     graph: Graph = attrs.field(repr=False)

@@ -294,3 +294,35 @@ def test_the_warning_about_an_object_comes_once(backend):
         g.replay()
     assert len(caught) == 1
     g.replay()
+
+
+def test_a_number_that_captured_code_computed_with(backend):
+    """A break puts a new one into its dict; the graph goes on with the old one. Others may change."""
+
+    @eager_break_during_capture
+    def measure(y):
+        return {"largest": float(y.max()), "smallest": float(y.min())}
+
+    x = backend.tensor(4).abs()
+    with torch.no_grad(), backend.capture(check=True) as g:
+        x / measure(x * 2)["largest"]
+    g.replay()
+    x.mul_(3)
+    told = r"`aten::div` at .*test_checks.py:.* graph segment 2 .* `out\[\"largest\"\]` of eager segment 1"
+    with pytest.warns(FrozenValueWarning, match=told) as caught:
+        g.replay()
+    assert len(caught) == 1
+    g.replay()
+
+
+@pytest.mark.parametrize("name", ["escaped_tensor", "escaped_argument", "dropped_at_once"])
+def test_errors_say_where_in_attributes_too(backend, name):
+    """The index of the segment that reads, and the operator."""
+    with pytest.raises(CaptureFailedError) as caught:
+        program(name)(backend)
+    segment, operator = {
+        "escaped_tensor": (1, "aten::cumsum"),
+        "escaped_argument": (2, "aten::cumsum"),
+        "dropped_at_once": (0, "aten::add"),
+    }[name]
+    assert (caught.value.segment, caught.value.operator) == (segment, operator)
