@@ -396,6 +396,10 @@ class WriteBack:
         self._kind = layout[0].kind
         self._containers = containers
         self._places = [i for i, place in enumerate(layout) if place.kind is torch.Tensor]
+        if leaves:
+            self._look_at(leaves)
+
+    def _look_at(self, leaves: list[Leaf]) -> None:
         self._targets = [leaf.target for leaf in leaves]
         self._at = [leaf.view.address if leaf.view else 0 for leaf in leaves]
         bridges = self.bridges
@@ -406,7 +410,7 @@ class WriteBack:
         self._exact = [b is not None and (len(b.leaves) > 1 or b.memory is not None) for b in blocks]
         self._sharing = self._sharing_of(self._targets, self._at, [id(leaf.block or leaf) for leaf in leaves])
         self._simple = len(bridges) == len(leaves) and not any(self._exact)
-        on_host = any(target.device != memory.device for target in self._targets)
+        on_host = any(target.device != self._memory.device for target in self._targets)
         self._one_by_one = on_host or not all(b is not None and b.fresh for b in blocks)
         self._fit: Callable[..., bool] = _unsure
 

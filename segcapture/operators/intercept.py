@@ -34,20 +34,26 @@ def watching(
         yield
 
 
-@contextmanager
-def aside() -> Iterator[None]:
+def aside() -> AbstractContextManager[None]:
     """For the block, no mode sees what this thread does: for work that is not the user's.
 
     Costs a microsecond; under a mode, each attribute of a tensor that is read costs more. Code of the user's
     is called outside of it.
     """
-    told = torch._C._dispatch_tls_is_dispatch_key_included(DispatchKey.Python)
-    with torch._C.DisableTorchFunction():
+    watched = torch._C._len_torch_dispatch_stack() or torch._C._is_torch_function_mode_enabled()
+    return _Aside() if watched else nullcontext()
+
+
+class _Aside(AbstractContextManager[None]):
+    def __enter__(self) -> None:
+        self._functions = torch._C.DisableTorchFunction()
+        self._functions.__enter__()
+        self._told = torch._C._dispatch_tls_is_dispatch_key_included(DispatchKey.Python)
         _tell_modes(False)
-        try:
-            yield
-        finally:
-            _tell_modes(told)
+
+    def __exit__(self, *failure: Any) -> None:
+        _tell_modes(self._told)
+        self._functions.__exit__(*failure)
 
 
 def _tell_modes(told: bool) -> None:
