@@ -226,6 +226,7 @@ class Pool:
 
     @staticmethod
     def overwritten() -> CaptureStateError:
+        """What is raised where an eager function uses the pool of the capture that it belongs to."""
         return CaptureStateError(
             "An eager function captures or replays in the pool of the capture that it belongs to. Those of "
             "one pool use the same memory one after the other, so this would overwrite what is still needed: "
