@@ -290,7 +290,9 @@ def _first_difference(
 class _Comparison:
     """Of a capture, which runs segment by segment, with the points of an eager run."""
 
-    def __init__(self, points: list[_Point], segments: Sequence[Segment], saved: Snapshot, tolerance: Tolerance):
+    def __init__(
+        self, points: list[_Point], segments: Sequence[Segment], saved: Snapshot, tolerance: Tolerance
+    ):
         self.compared = 0
         self._points, self._segments = iter(points), segments
         self._saved, self._tolerance = saved, tolerance
