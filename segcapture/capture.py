@@ -283,7 +283,7 @@ class BreakableCUDAGraphCapture:
 
     def turn(self) -> AbstractContextManager[None]:
         """For the block: the current stream comes after all replays in this pool, and no thread replays."""
-        return self._backend.turn()
+        return self._backend.exclusive()
 
     # Inspection. What it needs is loaded when it is called.
 

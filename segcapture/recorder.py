@@ -14,6 +14,7 @@ from segcapture.backends.base import Backend
 from segcapture.errors import CaptureFailedError, CaptureStateError
 from segcapture.listener import Listener
 from segcapture.operators.break_on import OperatorBreaks
+from segcapture.operators.intercept import aside
 from segcapture.outputs import bridge
 from segcapture.segments import EagerSegment, GraphSegment, Segment
 from segcapture.thread import location, raised_at, state
@@ -259,7 +260,8 @@ class Recorder(Run):
         if not self._ambient.is_current():
             self._ambient = Ambient.current(backend.device)
         ambient = self._ambient.below_autograd() if below_autograd else self._ambient
-        arguments = Arguments(call, backend.argument, grad=ambient.grad)
+        with aside():
+            arguments = Arguments(call, backend.argument, grad=ambient.grad)
         now = arguments.now
         for listener in self._listeners:
             listener.break_begins(index, name, place, now)
@@ -272,13 +274,14 @@ class Recorder(Run):
             with backend.eager():
                 # One expression: no variable may hold the output while its owners are counted.
                 places = flatten(fn(*now.args, **now.kwargs))
-                backend.returned()
-                arguments.check_unchanged(index, where)
-                for listener in self._listeners:
-                    listener.break_ends(index, places)
-                if ambient.grad:
-                    _refuse_grad(places, index, where)
-                result, writeback = bridge(places, arguments.given, backend, index, where)
+                with aside():
+                    backend.returned()
+                    arguments.check_unchanged(index, where)
+                    for listener in self._listeners:
+                        listener.break_ends(index, places)
+                    if ambient.grad:
+                        _refuse_grad(places, index, where)
+                    result, writeback = bridge(places, arguments.given, backend, index, where)
         finally:
             self.inside_eager = False
             if casts:  # a weight cast here would be read by later segments, and freed at autocast's exit

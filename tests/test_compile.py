@@ -189,7 +189,7 @@ def test_a_backward_that_was_compiled_before_the_capture(emulated, engine):
     net.zero_grad(set_to_none=False)
     seed = torch.ones(())
     if engine == "inductor":
-        with pytest.raises(CaptureFailedError, match=r"Kernels that torch.compile made .*test_compile.py"):
+        with pytest.raises(CaptureFailedError, match=r"torch.compile.*test_compile.py"):
             with emulated.capture():
                 loss.backward(seed)
         compiled(emulated.tensor(2, 4)).backward(seed)  # outside of a capture as ever

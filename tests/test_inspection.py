@@ -18,7 +18,7 @@ from segcapture import (
     find_breaks,
     is_capturing,
 )
-from segcapture.backends.cuda.kernels import demangle
+from segcapture.backends.cuda.graph import demangle
 from segcapture.inspect.profile import ProfileReport
 from segcapture.inspect.table import _brief_name
 

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from segcapture.backends.cuda.driver import is_captured
-from segcapture.backends.cuda.turns import turns
 from segcapture.callable.binding import bound_to
 from segcapture.callable.bucket import Bucket
 from segcapture.callable.cache import Captures
@@ -19,6 +18,7 @@ from segcapture.callable.managed import Managed
 from segcapture.callable.settings import check, for_captures, logger
 from segcapture.callable.statistics import Counts
 from segcapture.errors import CaptureFailedError, CaptureStateError
+from segcapture.exclusive import Exclusive
 from segcapture.thread import state, warn
 
 
@@ -100,8 +100,7 @@ class GraphedCallable(Managed):
         self._counts = Counts()
         self._invalid = ""
         self._said: set[str] = set()
-        self._turn = turns(where, stream, emulated=mode == "debug")
-        self._lock = threading.RLock()
+        self._lock = Exclusive()
         self._inside: int | None = None  # the thread that warms up, captures or replays
         if not isinstance(fn, torch.nn.Module):
             functools.update_wrapper(self, fn, updated=())
@@ -152,7 +151,7 @@ class GraphedCallable(Managed):
             return self.fn(*args, **kwargs)
         if state.run is not None or is_captured():
             return self.fn(*args, **kwargs)
-        with self._turn(), self._lock:
+        with self._lock:
             return self._serve_locked(args, kwargs)
 
     def _serve_locked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -79,7 +79,7 @@ class Managed:
 
     def clear(self) -> None:
         """Drop all captures and signatures. The counts stay, the function can be captured again."""
-        with self._turn(), self._lock:
+        with self._lock:
             self._captures.clear()
             self._invalid = ""
             self._reader.look_for_modules()

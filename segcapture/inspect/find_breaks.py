@@ -15,7 +15,7 @@ from segcapture.inspect.snapshot import Search
 from segcapture.listener import Listener
 from segcapture.operators.break_on import OperatorBreaks
 from segcapture.operators.composites import is_composite, tensor_leaves
-from segcapture.operators.intercept import watching
+from segcapture.operators.intercept import Invoke, capture_reported, watching
 from segcapture.recorder import Options, Run
 from segcapture.thread import location, state
 
@@ -85,7 +85,8 @@ def find_breaks(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Missing
     run = Run(None, Options(None, OperatorBreaks(()), None, execute=True, full=False), [finder])
     run.enter()
     try:
-        fn(*args, **kwargs)
+        with capture_reported(lambda: not run.inside_eager):
+            fn(*args, **kwargs)
     except Exception as error:
         if finder.found:
             error.add_note(f"segcapture: find_breaks had found until then: {finder.report()}")
@@ -124,7 +125,7 @@ class _Finder(Listener):
 
     def intercepting(self) -> AbstractContextManager[None]:
         """Watch the operators of this thread, and the conversions to Python, which no operator shows."""
-        return watching(self._operator, self._function)
+        return watching(self._operator, self._function, bodies=True)
 
     def break_begins(self, index: int, name: str, place: str, call: Call) -> None:
         """Count it."""
@@ -150,13 +151,13 @@ class _Finder(Listener):
             return True
         return False
 
-    def _operator(self, func: Any, args: Any, kwargs: Any, call: Callable[[], Any]) -> Any:
+    def _operator(self, func: Any, args: Any, kwargs: Any, call: Invoke) -> Any:
         judged = not is_composite(func) and not self.off
         if judged and any(tensor.device == self.device for tensor in tensor_leaves(args, kwargs)):
             self.refused(check_operator, func, args, kwargs)
         return call()
 
-    def _function(self, func: Any, args: Any, kwargs: Any, call: Callable[[], Any]) -> Any:
+    def _function(self, func: Any, args: Any, kwargs: Any, call: Invoke) -> Any:
         if self.off:
             return call()
         known = self.refused(check_function, func, args, kwargs, self.device)
