@@ -70,6 +70,18 @@ class Read:
     kept: int = 0
     """How many tensors on its storage are the capture's."""
 
+    @classmethod
+    def of(cls, tensor: torch.Tensor, use: Use, segment: int) -> "Read":
+        """That of a tensor by an operator, now."""
+        weak, kind = StorageWeakRef(tensor.untyped_storage()), "tensor"
+        if isinstance(tensor, torch.nn.Parameter):
+            kind = "parameter"
+        if torch.nn.parameter.is_lazy(tensor):
+            what = f"a {kind} that is not initialised: warm up before the capture"
+        else:
+            what = f"a {kind} ({View.of(tensor)})"
+        return cls(use, segment, weak, weakref.ref(tensor), tensor.data_ptr(), what)
+
     def trouble(self) -> str:
         """What has happened to it, or an empty string."""
         # With our own temporary handle the count is one more than there are tensors.
@@ -180,18 +192,19 @@ class Checks(Listener):
     def graph_ends(self, index: int, empty: bool) -> None:
         """Raise CaptureFailedError if operators ran and nothing was recorded."""
         if self._launched and empty:
-            raise CaptureFailedError(
+            raise _failed(
                 f"Graph segment {index} is empty though {len(self._launched)} operators ran in it, the "
                 f"first {self._launched[0]}: they were launched on another stream or device and would not "
                 f"be replayed. Let the stream wait for the capture's first (`side.wait_stream(...)`).",
-                segment=index,
-                operator=self._launched[0].operator,
+                index,
+                self._launched[0],
             )
 
     def break_begins(self, index: int, name: str, place: str, call: Call) -> None:
         """Raise CaptureFailedError if another break let an argument escape."""
         for tensor in _strided([*tensors_in(*call.args, *call.kwargs.values())]):
-            self._refuse_escaped(tensor, f"Eager segment {index} (`{name}`, {place}) is given", index)
+            if (made := self._made.get(storage_id(tensor))) is not None and made.by == "eager":
+                raise _escaped(f"Eager segment {index} (`{name}`, {place}) is given", made, index)
         self._now = ("eager", index, name)
 
     def break_ends(self, index: int, places: list[Place]) -> None:
@@ -211,11 +224,11 @@ class Checks(Listener):
             read = attrs.evolve(found, kept=kept[found.weak.cdata])
             checks[read.segment].append(read)
             if trouble := read.trouble():
-                raise CaptureFailedError(
+                raise _failed(
                     f"{read.use} in graph segment {read.segment} reads {read.what}, which {trouble} "
                     f"began: each replay would read freed memory. Keep the tensor as long as the capture.",
-                    segment=read.segment,
-                    operator=read.use.operator,
+                    read.segment,
+                    read.use,
                 )
         for (index, _), number in self._computed.items():
             number.source = segments[index]
@@ -261,8 +274,9 @@ class Checks(Listener):
     def _check_read(self, tensor: torch.Tensor, operator: str, given: list[torch.Tensor]) -> None:
         """Note a tensor from outside that a graph segment reads."""
         device, segment = self._backend.device, self._now[1]
-        self._refuse_escaped(tensor, f"`{operator}` at {{}} in graph segment {segment} reads", segment)
         made = self._made.get(storage_id(tensor))
+        if made is not None and made.by == "eager":
+            raise _escaped(f"{Use(operator)} in graph segment {segment} reads", made, segment)
         if tensor.device.type == "cpu" and device.type != "cpu":
             # A kernel takes a single number from the host by value, and keeps it.
             by_value = tensor.dim() == 0 and operator not in _COPIES
@@ -273,11 +287,7 @@ class Checks(Listener):
             return
         key = (storage_id(tensor), id(tensor), segment)
         if key not in self._reads:
-            weak = StorageWeakRef(tensor.untyped_storage())
-            what = _what(tensor)
-            self._reads[key] = Read(
-                Use(operator), segment, weak, weakref.ref(tensor), tensor.data_ptr(), what
-            )
+            self._reads[key] = Read.of(tensor, Use(operator), segment)
 
     def _check_launch(
         self, func: Any, use: Use, fresh: list[torch.Tensor], touched: list[torch.Tensor]
@@ -287,14 +297,12 @@ class Checks(Listener):
         elsewhere = [t.device for t in touched if t.device.type == device.type and t.device != device]
         mine = [t for t in touched if t.device == device]
         if elsewhere and not mine:
-            raise CaptureFailedError(
+            raise _failed(
                 f"{use} runs on {elsewhere[0]}, and graph segment {segment} is captured on {device}: it "
                 f"would not be replayed. Move the tensors, or put it into a function marked "
                 f"`@eager_break_during_capture`.",
-                segment=segment,
-                operator=use.operator,
-                expected=device,
-                found=elsewhere[0],
+                segment,
+                use,
             )
         schema = getattr(func, "_schema", None)
         works = any(t.numel() for t in fresh) or (schema is not None and schema.is_mutable)
@@ -302,37 +310,32 @@ class Checks(Listener):
         if not works or quiet or not any(t.numel() for t in mine):
             return
         if not self._backend.is_recording():
-            raise CaptureFailedError(
+            raise _failed(
                 f"{use} runs on a stream that is not part of the capture, so graph segment {segment} "
                 f"does not contain it: it would not be replayed. Let the stream wait for the capture's first "
                 f"(`side.wait_stream(torch.cuda.current_stream())`).",
-                segment=segment,
-                operator=use.operator,
+                segment,
+                use,
             )
         self._launched.append(use)
 
-    def _refuse_escaped(self, tensor: torch.Tensor, reader: str, segment: int) -> None:
-        made = self._made.get(storage_id(tensor))
-        if made is not None and made.by == "eager":
-            raise CaptureFailedError(
-                f"{reader.format(location())} a tensor that eager segment {made.segment} (`{made.name}`) "
-                f"made ({made.use}) and did not return: a replay would read the one that the capture made, "
-                f"not a new one. Return it from the function, or make it before the capture and write to it "
-                f"in place.",
-                segment=segment,
-                operator=made.use.operator,
-            )
+
+def _escaped(reader: str, made: _Made, segment: int) -> CaptureFailedError:
+    return _failed(
+        f"{reader} a tensor that eager segment {made.segment} (`{made.name}`) made ({made.use}) and did not "
+        f"return: a replay would read the one that the capture made, not a new one. Return it from the "
+        f"function, or make it before the capture and write to it in place.",
+        segment,
+        made.use,
+    )
+
+
+def _failed(message: str, segment: int, use: Use) -> CaptureFailedError:
+    return CaptureFailedError(message, segment=segment, operator=use.operator)
 
 
 def _strided(*trees: Any) -> list[torch.Tensor]:
     return [tensor for tensor in tensor_leaves(trees) if tensor.layout is torch.strided]
-
-
-def _what(tensor: torch.Tensor) -> str:
-    kind = "a parameter" if isinstance(tensor, torch.nn.Parameter) else "a tensor"
-    if torch.nn.parameter.is_lazy(tensor):
-        return f"{kind} that is not initialised: warm up before the capture"
-    return f"{kind} ({View.of(tensor)})"
 
 
 def _objects(segments: Sequence[Segment]) -> list[tuple[int, KeptObject]]:
