@@ -149,6 +149,12 @@ class CudaDriver(Driver):
 
         self._cuda: Any = driver
         self.handle = functools.cache(driver.CUstream)
+        self._info_of, self._nodes_of, self._add_dependencies = (
+            functools.partial(call, driver, name)
+            for name in ("cuStreamGetCaptureInfo", "cuGraphGetNodes", "cuStreamUpdateCaptureDependencies")
+        )
+        flags = driver.CUstreamUpdateCaptureDependencies_flags
+        self._add = int(flags.CU_STREAM_ADD_CAPTURE_DEPENDENCIES)
         no_timing = driver.CUevent_flags.CU_EVENT_DISABLE_TIMING
         self._event = functools.cache(lambda device, raw: self._call("cuEventCreate", no_timing)[0])
 
@@ -167,7 +173,7 @@ class CudaDriver(Driver):
 
     def _info(self, raw: int) -> tuple[Any, ...]:
         """Status, id, graph, dependencies, ..."""
-        return self._call("cuStreamGetCaptureInfo", self.handle(raw))
+        return self._info_of(self.handle(raw))
 
     def question(self, streams: Sequence[torch.cuda.Stream]) -> Question:
         """One that answers with an error counts as capturing, and raises when it is asked for more."""
@@ -200,14 +206,11 @@ class CudaDriver(Driver):
         status, _, graph, dependencies, *_ = self._info(raw)
         if int(status) != _ACTIVE:
             return None
-        count = int(self._call("cuGraphGetNodes", graph, 0)[-1])
+        count = int(self._nodes_of(graph, 0)[-1])
         if count > len(dependencies):
             joined = {int(node) for node in dependencies}
-            nodes = self._call("cuGraphGetNodes", graph, count)[0]
-            others = [node for node in nodes if int(node) not in joined]
-            add = self._cuda.CUstreamUpdateCaptureDependencies_flags.CU_STREAM_ADD_CAPTURE_DEPENDENCIES
-            handle = self.handle(raw)
-            self._call("cuStreamUpdateCaptureDependencies", handle, others, None, len(others), int(add))
+            others = [node for node in self._nodes_of(graph, count)[0] if int(node) not in joined]
+            self._add_dependencies(self.handle(raw), others, None, len(others), self._add)
         return count
 
     def add_empty_node(self, raw: int) -> None:
