@@ -1,155 +1,253 @@
-"""What a capture hands out: copies of its outputs, in the structure that the function returned."""
+"""What a call gets back: copies of what was captured, in the structure that the function returned."""
 
-import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import copy
+import functools
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
-from segcapture.callable.hidden import check_within_reach
-from segcapture.callable.inputs import Give, StaticInputs
-from segcapture.callable.trees import copy_tree, template
+from segcapture.callable.bucket import Bucket
+from segcapture.callable.inputs import StaticInputs
+from segcapture.callable.signature import Request, weak
 from segcapture.capture import BreakableCUDAGraphCapture
-from segcapture.errors import CaptureFailedError, OutputMismatchError
-from segcapture.writeback.aliases import storage_id
-from segcapture.writeback.reading import Reader
-from segcapture.writeback.structure import is_plain, is_plain_object, walk
+from segcapture.errors import CaptureFailedError
+from segcapture.tensors import cannot_be_copied, storage_id
+from segcapture.trees import (
+    PLAIN,
+    Place,
+    children,
+    flatten,
+    hidden_tensor,
+    is_plain_object,
+    set_item,
+    tensors_in,
+    tuple_like,
+)
 
 
-class Outputs:
+class Template:
+    """A nested value that is made again with other items in it.
+
+    Containers are copied as what they are, but for those in places that are `whole`.
+    """
+
+    def __init__(self, places: Sequence[Place], whole: Sequence[bool]) -> None:
+        at = [i if place.same_as < 0 else place.same_as for i, place in enumerate(places)]
+        self._copied: list[tuple[int, list[tuple[Any, int]]]] = []
+        tuples: dict[int, list[int]] = {}
+        for i, place in enumerate(places):
+            if place.inside is None or whole[i]:
+                continue
+            if isinstance(place.value, tuple):
+                tuples[i] = [at[k] for k in place.inside]
+            else:
+                self._copied.append((i, [(places[k].key, at[k]) for k in place.inside]))
+        self._tuples: list[tuple[int, list[int]]] = []  # those that are in others before those
+        while tuples:
+            ready = {i: items for i, items in tuples.items() if tuples.keys().isdisjoint(items)}
+            self._tuples += ready.items()
+            tuples = {i: items for i, items in tuples.items() if i not in ready}
+
+    def make(self, values: list[Any]) -> Any:
+        """The value, from what stands in each place, the old containers among that. They are replaced there."""
+        for i, _ in self._copied:
+            values[i] = copy.copy(values[i])  # before their items, which may lead back here
+        for i, items in self._tuples:
+            made = [values[k] for k in items]
+            values[i] = tuple(made) if type(values[i]) is tuple else tuple_like(values[i], made)
+        for i, pairs in self._copied:
+            for key, k in pairs:
+                set_item(values[i], key, values[k])
+        return values[0]
+
+
+def with_tensors(request: Request, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call with others in place of its tensors. Objects stay themselves."""
+    new = {id(tensor): tensors[i] for i, tensor in enumerate(request.tensors)}
+    places = flatten((request.args, request.kwargs))
+    whole = _below(places, [is_plain_object(place.value) for place in places])
+    values = [p.value if whole[i] else new.get(id(p.value), p.value) for i, p in enumerate(places)]
+    made: tuple[tuple[Any, ...], dict[str, Any]] = Template(places, whole).make(values)
+    return made
+
+
+def _below(places: Sequence[Place], chosen: list[bool]) -> list[bool]:
+    """Of each place, whether it is chosen or in one that is."""
+    for i, place in enumerate(places):
+        chosen[i] = chosen[i] or (place.parent >= 0 and chosen[place.parent])
+    return chosen
+
+
+class CallOutputs:
     """The outputs of one capture.
 
     An output that is a static input, or a view of one, is handed out as the call's own tensor: the
     function returned its argument.
+
+    Raises:
+        CaptureFailedError: an output cannot be cut as the bucket says, or holds a tensor where no copy can
+            replace it.
     """
 
     def __init__(
         self,
         out: Any,
         inputs: StaticInputs,
-        cut: Mapping[int, int],
-        arguments: Collection[int],
+        request: Request,
+        bucket: Bucket | None,
         capture: BreakableCUDAGraphCapture,
         clone: bool,
     ) -> None:
-        self.out = out
-        self._cut = cut
+        self.out: Any = out
         self.clone = clone
-        # A class of the user's among the arguments is the call's own object, not a result.
-        self._keep = {id(n.value) for n in walk(out) if is_plain_object(n.value) and id(n.value) in arguments}
-        self._given: dict[int, Give] = {}
-        """By the id of an output that is a call's own tensor: how to get it from the call."""
-        self._made: list[torch.Tensor] = []
-        """The other output tensors, each once."""
-        copy_tree(out, self._sort(inputs), objects=True, keep=self._keep)
-
-        def is_ours(tensor: torch.Tensor) -> bool:
-            return inputs.holds(tensor) or (clone and _is_within(tensor, capture.storages()))
-
-        check_within_reach(out, self._keep, is_ours)
-        self._returned = {give.args[0] for give in self._given.values()}
+        live = capture.num_eager_breaks > 0
+        places = flatten(out)
+        values = [place.value for place in places]
+        cuts = {}
+        if bucket is not None and bucket.out is not None:
+            size = next(iter(request.padded.values())).size
+            cuts = bucket.find_cuts(places, size)
+        # An object among the arguments is the call's own, not a result.
+        own = {id(value) for value in request.objects}
+        arguments = _below(places, [is_plain_object(v) and id(v) in own for v in values])
+        self._check_no_hidden_tensor(places, arguments, inputs, capture)
+        self._tensors: list[torch.Tensor] = []
+        """Those that are handed out, each once."""
+        self._cuts: list[int | None] = []
+        self._made: list[tuple[int, int]] = []
+        """Places, and which of the tensors is there."""
+        self._own: list[tuple[int, Any]] = []
+        """Places where a tensor of the call is, and how to get it."""
+        known: dict[int, int] = {}
+        for i, tensor in enumerate(values):
+            if not isinstance(tensor, torch.Tensor) or arguments[i]:
+                continue
+            if (own_of := inputs.own_of(tensor)) is not None:
+                self._own.append((i, own_of))
+                continue
+            index = known.setdefault(id(tensor), len(self._tensors))
+            if index == len(self._tensors):
+                self._tensors.append(tensor)
+                self._cuts.append(cuts.get(id(tensor)))
+            self._made.append((i, index))
+        self._is_cut = bool(cuts)
+        dense = [tensor for tensor in self._tensors if not cannot_be_copied(tensor)]
+        self._at_once = len(dense) == len(self._tensors) > 1
         # With clones nothing of them is in a caller's hands.
-        self._lent = frozenset() if clone else frozenset(map(storage_id, filter(_is_dense, self._made)))
-        self._all_dense = all(map(_is_dense, self._made))
-        self._rebuild = None
-        if not self._given:
-            self._rebuild = template(out, {id(tensor): i for i, tensor in enumerate(self._made)})
-        # Weakly: an output may belong to somebody who counts its owners.
-        nodes = walk(out)
-        tensors = {i: node.value for i, node in enumerate(nodes) if isinstance(node.value, torch.Tensor)}
-        self._leaves = {index: weakref.ref(tensor) for index, tensor in tensors.items()}
-        plain = {i: node for i, node in enumerate(nodes) if not node.container and i not in tensors}
-        self._plain = {index: node.in_object for index, node in plain.items()}
-        self._read = Reader(nodes, "The function") if capture.num_eager_breaks else None
-
-    @property
-    def nbytes(self) -> int:
+        self._lent = frozenset() if clone else frozenset(map(storage_id, dense))
+        self.nbytes = sum({storage_id(tensor): tensor.nbytes for tensor in dense}.values())
         """Bytes of the outputs, inputs among them left out."""
-        storages = {t.untyped_storage().data_ptr(): t.nbytes for t in self._made if _is_dense(t)}
-        return sum(storages.values())
 
-    def _sort(self, inputs: StaticInputs) -> Callable[[torch.Tensor], torch.Tensor]:
-        def sort(tensor: torch.Tensor) -> torch.Tensor:
-            give = inputs.giver_of(tensor)
-            if give is not None:
-                self._given[id(tensor)] = give
-            else:
-                self._made.append(tensor)
-            return tensor
+        unchanged = [is_plain_object(v) and next(tensors_in(v), None) is None for v in values]
+        whole = [a or b for a, b in zip(arguments, _below(places, unchanged), strict=True)]
+        self._template = Template(places, whole)
+        self._places = places if live else None
+        self._values = values
+        self._arguments: list[tuple[int, Any]] = []
+        if not live:
+            self._detach(places, arguments)
 
-        return sort
+    def _detach(self, places: Sequence[Place], arguments: Sequence[bool]) -> None:
+        """Keep containers that nobody else changes, and objects of the call weakly."""
+        for i, place in enumerate(places):
+            if not arguments[i]:
+                continue
+            if place.parent < 0 or not arguments[place.parent]:
+                self._arguments.append((i, weak(place.value) or functools.partial(_itself, place.value)))
+            self._values[i] = None
+        self.out = self._template.make(self._values)
 
-    def check_not_lent(self, tensors: Sequence[torch.Tensor], mutated: Iterable[int]) -> None:
+    def _check_no_hidden_tensor(
+        self,
+        places: Sequence[Place],
+        arguments: Sequence[bool],
+        inputs: StaticInputs,
+        capture: BreakableCUDAGraphCapture,
+    ) -> None:
+        def is_ours(tensor: torch.Tensor) -> bool:
+            if inputs.holds(tensor) or not self.clone or cannot_be_copied(tensor):
+                return inputs.holds(tensor)
+            address = tensor.data_ptr()
+            return any(s.data_ptr() <= address < s.data_ptr() + s.nbytes() for s in capture.storages())
+
+        for place, in_argument in zip(places, arguments, strict=True):
+            if not in_argument and (what := hidden_tensor(place, is_ours)):
+                raise CaptureFailedError(
+                    f"The function returned a {type(place.value).__qualname__} at `{place.path}` that holds a "
+                    f"tensor of the capture where no copy can replace it: {what}. Return it in a tuple, list, "
+                    f"dict or dataclass."
+                )
+
+    def check_free(self, request: Request, written: Iterable[int]) -> None:
         """Raise CaptureFailedError if a call writes to, or gets back, an output that it passes.
 
-        Args:
-            tensors: The call's.
-            mutated: Positions of those that it writes to.
+        `written` are the positions of its tensors that it writes to.
         """
-        if self._lent and any(storage_id(tensors[i]) in self._lent for i in (*mutated, *self._returned)):
+        if not self._lent:
+            return
+        returned = {own_of.position for _, own_of in self._own}
+        if any(storage_id(request.tensors[i]) in self._lent for i in {*written, *returned}):
             raise CaptureFailedError(
                 "An argument that the function writes to or returns is an output of an earlier call, which "
                 "this one overwrites as clone_outputs is False. Pass a clone of it, `out.clone()`."
             )
 
-    def collect(self, tensors: Sequence[torch.Tensor], length: int) -> Any:
-        """The outputs of the replay that just ran, for a call with these tensors."""
-        made = self._copies(length)
-        if self._rebuild is not None:
-            return self._rebuild(made)
-        copies = {id(old): new for old, new in zip(self._made, made, strict=True)}
-
-        def replace(tensor: torch.Tensor) -> torch.Tensor:
-            if id(tensor) in self._given:
-                return self._given[id(tensor)](tensors)
-            return copies[id(tensor)]
-
-        return copy_tree(self.out, replace, objects=True, keep=self._keep)
-
     def is_current(self) -> bool:
-        """Whether the containers of the output hold the same tensors: eager functions may fill them."""
-        if self._read is None:
+        """Whether containers and tensors of the output are those of the capture: eager functions may fill them.
+
+        Reads plain values, which may be others.
+        """
+        if self._places is None:
             return True
-        try:
-            found = self._read(self.out)
-        except OutputMismatchError:
-            return False
-        same = all(leaf() is found[i] for i, leaf in self._leaves.items())
-        return same and all(is_plain(found[i], in_object) for i, in_object in self._plain.items())
+        values = [self.out]
+        for i, place in enumerate(self._places):
+            value, before = values[i], place.value
+            if value is not before and not (type(value) in PLAIN and type(before) in PLAIN):
+                return False
+            if place.inside is not None:
+                keys, items = _content(value, place.in_object)
+                if keys != [self._places[k].key for k in place.inside]:
+                    return False
+                values += items
+        self._values = values
+        return True
+
+    def collect(self, request: Request) -> Any:
+        """The outputs of the replay that just ran, for a call."""
+        values = self._values.copy()
+        made = self._copies(request.length)
+        for i, index in self._made:
+            values[i] = made[index]
+        for i, own_of in self._own:
+            values[i] = own_of(request.tensors)
+        for i, argument in self._arguments:
+            values[i] = argument()
+        return self._template.make(values)
 
     def _copies(self, length: int) -> list[torch.Tensor]:
-        found = self._made
-        if self._cut:
-            found = [t if id(t) not in self._cut else t.narrow(self._cut[id(t)], 0, length) for t in found]
+        found = self._tensors
+        if self._is_cut:
+            pairs = zip(found, self._cuts, strict=True)
+            found = [t if dim is None else t.narrow(dim, 0, length) for t, dim in pairs]
         if not self.clone:
             return found
-        if len(found) < 2 or not self._all_dense:
+        if not self._at_once:
             return [tensor.clone() for tensor in found]
         made = [torch.empty_like(tensor) for tensor in found]
         torch._foreach_copy_(made, found)
         return made
 
 
-def check_no_grad(out: Any, grad: bool) -> None:
-    """Raise CaptureFailedError if an output is part of an autograd graph."""
-    for node in walk(out):
-        tensor = node.value
-        if isinstance(tensor, torch.Tensor) and (
-            tensor.grad_fn is not None or (grad and tensor.requires_grad)
-        ):
-            raise CaptureFailedError(
-                f"The function returned a tensor that requires grad at `{node.path}`, and a replay makes no "
-                f"autograd graph. Call it under `torch.no_grad()` or `torch.inference_mode()`; or do the "
-                f"whole training step in it, and return detached tensors."
-            )
+def _itself(value: Any) -> Any:
+    return value
 
 
-def _is_within(tensor: torch.Tensor, storages: Iterable[torch.UntypedStorage]) -> bool:
-    if not _is_dense(tensor):
-        return False
-    address = tensor.data_ptr()
-    return any(s.data_ptr() <= address < s.data_ptr() + s.nbytes() for s in storages)
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided and type(tensor) in (torch.Tensor, torch.nn.Parameter)
+def _content(value: Any, in_object: bool) -> tuple[list[Any], Iterable[Any]]:
+    """Keys and items of a container."""
+    if isinstance(value, tuple | list):
+        return list(range(len(value))), value
+    if isinstance(value, dict):
+        return list(value), value.values()
+    content = children(value, in_object) or ()
+    return [key for key, _, _ in content], [item for *_, item in content]

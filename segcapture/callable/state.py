@@ -1,0 +1,207 @@
+"""State besides the arguments: the modules that a function reads, and what it changes by Python alone."""
+
+import functools
+import inspect
+import operator
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain, compress
+from typing import Any
+
+import torch
+from torch import nn
+
+from segcapture.errors import CaptureFailedError
+from segcapture.tensors import View
+from segcapture.trees import PLAIN, Place, flatten
+
+_training = operator.attrgetter("training")
+_KEPT = ("_parameters", "_modules", "_forward_pre_hooks", "_forward_hooks")
+
+
+class Modules:
+    """The modules that a function reads: those that are seen in it, those that are given, and all in them."""
+
+    def __init__(self, fn: Callable[..., Any], given: Sequence[nn.Module]) -> None:
+        self._fn, self._given = fn, given
+        self.roots: list[nn.Module] | None = None
+        self._all: list[nn.Module] = []
+
+    def look(self) -> None:
+        """Look for them anew, as they are now."""
+        self.roots = [*_modules_of(self._fn), *self._given]
+        self._all = with_children(self.roots)
+
+    def training(self) -> bool | tuple[bool, ...] | None:
+        """`training` of all: one value if they agree."""
+        if self.roots is None:
+            self.look()
+        return training_flags(self._all)
+
+    def weights(self, *arguments: Any) -> "Weights":
+        """Their weights, and those of the modules among the arguments, as they are now."""
+        among = [place.value for place in flatten(arguments) if isinstance(place.value, nn.Module)]
+        return Weights(with_children([*self._all, *among]))
+
+
+def _modules_of(fn: Callable[..., Any]) -> list[nn.Module]:
+    """The modules that a function can be seen to use: itself, its object's, its closure's and globals."""
+    if isinstance(fn, nn.Module):
+        return [fn]
+    if isinstance(fn, functools.partial):
+        held = [*fn.args, *fn.keywords.values()]
+        return [*_modules_of(fn.func), *(value for value in held if isinstance(value, nn.Module))]
+    owner = getattr(fn, "__self__", None)
+    if owner is None and not inspect.isroutine(fn):
+        owner = fn  # a callable object
+    values: Iterable[Any] = ()
+    if owner is not None:
+        values = [owner, *getattr(owner, "__dict__", {}).values()]
+    elif inspect.isfunction(body := inspect.unwrap(fn)):
+        seen = inspect.getclosurevars(body)
+        values = [*seen.nonlocals.values(), *seen.globals.values()]
+    return [value for value in values if isinstance(value, nn.Module)]
+
+
+def with_children(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """The modules and all in them, each once."""
+    return list({id(child): child for module in modules for child in module.modules()}.values())
+
+
+def training_flags(modules: list[nn.Module]) -> bool | tuple[bool, ...] | None:
+    """`training` of all: one value if they agree."""
+    if not modules:
+        return None
+    flags = tuple(map(_training, modules))
+    return flags[0] if flags.count(flags[0]) == len(flags) else flags
+
+
+class Weights:
+    """Parameters, buffers, submodules and hooks, as they were at capture."""
+
+    def __init__(self, modules: list[nn.Module]) -> None:
+        self._kept = [(vars(module)[kept], type(module).__qualname__) for module in modules for kept in _KEPT]
+        # Buffers may come up while another signature runs: masks, say.
+        found = [(m, name) for m in modules for name, value in m._buffers.items() if value is not None]
+        self._buffers = [(module._buffers, name) for module, name in found]
+        self._names = [*self._names_kept(), *(f"{type(m).__qualname__}.{name}" for m, name in found)]
+        self._values = self._now()
+        self._addressed = list(map(_has_address, self._values))
+        self._addresses = list(map(torch.Tensor.data_ptr, compress(self._values, self._addressed)))
+
+    def _names_kept(self) -> list[str]:
+        return [
+            f"{kind}.{name}" if isinstance(name, str) else f"A hook of a {kind}"
+            for kept, kind in self._kept
+            for name in kept
+        ]
+
+    def _now(self) -> list[Any]:
+        kept = chain.from_iterable([kept.values() for kept, _ in self._kept])
+        return [*kept, *[buffers.get(name) for buffers, name in self._buffers]]
+
+    def change(self) -> str | None:
+        """What is another object or at another address than at capture, in words; or None."""
+        now = self._now()
+        if len(now) != len(self._values):
+            before, after = (
+                Counter(self._names[: len(self._names) - len(self._buffers)]),
+                Counter(self._names_kept()),
+            )
+            (what, how), *_ = [(n, "added") for n in after - before] + [
+                (n, "taken out") for n in before - after
+            ]
+            return f"{what} was {how}"
+        same = list(map(operator.is_, now, self._values))
+        if all(same):
+            addresses = list(map(torch.Tensor.data_ptr, compress(now, self._addressed)))
+            if addresses == self._addresses:
+                return None
+            moved = list(map(operator.eq, addresses, self._addresses)).index(False)
+            return f"{list(compress(self._names, self._addressed))[moved]} was replaced"
+        return f"{self._names[same.index(False)]} was replaced"
+
+
+def _has_address(value: Any) -> bool:
+    if not isinstance(value, torch.Tensor):
+        return False
+    try:
+        value.data_ptr()
+    except (RuntimeError, ValueError):  # a wrapper subclass; a lazy parameter
+        return False
+    return True
+
+
+class StateBefore:
+    """What a function must leave as it is, since no replay changes it again. Made before the function runs.
+
+    Args:
+        arguments: Its arguments with their names.
+        copied: The tensors among them that a replay copies.
+        weights: Of its modules; None where they may change.
+    """
+
+    def __init__(
+        self, arguments: Sequence[tuple[str, Any]], copied: Sequence[torch.Tensor], weights: Weights | None
+    ) -> None:
+        self._arguments, self._copied, self._weights = arguments, copied, weights
+        self._values = self._now()
+        self._views = {path: view for path, value in self._values.items() if (view := _view_of(value))}
+        self._gradients = list(map(_gradient, copied))
+
+    def _now(self) -> dict[str, Any]:
+        return {p.path: p.value for name, value in self._arguments for p in flatten(value, name)}
+
+    def check(self, places: Sequence[Place], grad: bool) -> None:
+        """Compare with what there is now, and look at what the function returned, flattened.
+
+        Raises:
+            CaptureFailedError: another object, value, shape, stride, address or gradient in some place of the
+                arguments; another weight; an output that is part of an autograd graph.
+        """
+        after = self._now()
+        for path in {**self._values, **after}:
+            if path not in after or path not in self._values or _differ(self._values[path], after[path]):
+                raise CaptureFailedError(
+                    f"The function put something else at `{path}` of its arguments, and no replay does that "
+                    f"again. Return it instead, or write into the tensor that is there."
+                )
+        for path, view in self._views.items():
+            if what := view.changes(View.of(after[path])):
+                raise CaptureFailedError(
+                    f"The function changed `{path}` of its arguments in place ({what}), and a replay writes "
+                    f"values alone. Work on a view or a copy of it, and return that."
+                )
+        if any(map(operator.is_not, map(_gradient, self._copied), self._gradients)):
+            raise CaptureFailedError(
+                "The function accumulated into `.grad` of an argument that had none, and a replay does so "
+                "for the static input alone. Use `torch.autograd.grad` and return what it gives."
+            )
+        if change := self._weights and self._weights.change():
+            raise CaptureFailedError(
+                f"{change} by the function, and no replay does that again. Write into what is there "
+                f"(`copy_`, `mul_`), or pass weights='ignore'."
+            )
+        for place in places:
+            out = place.value
+            if isinstance(out, torch.Tensor) and (out.grad_fn is not None or (grad and out.requires_grad)):
+                raise CaptureFailedError(
+                    f"The function returned a tensor that requires grad at `{place.path}`, and a replay makes "
+                    f"no autograd graph. Call it under `torch.no_grad()` or `torch.inference_mode()`; or do "
+                    f"the whole training step in it and return detached tensors."
+                )
+
+
+def _differ(old: Any, new: Any) -> bool:
+    return old is not new and not (type(old) is type(new) and type(old) in PLAIN and old == new)
+
+
+def _view_of(value: Any) -> View | None:
+    """The view that a tensor with memory is; None for all else."""
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.is_nested:
+        return None
+    return View.of(value) if _has_address(value) else None
+
+
+def _gradient(tensor: torch.Tensor) -> torch.Tensor | None:
+    return tensor.grad if tensor.requires_grad and tensor.is_leaf else None
