@@ -4,7 +4,7 @@ import functools
 import itertools
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -27,11 +27,13 @@ _SIGNATURES_PER_CAPTURE = 4  # that are kept for each capture that may be
 _COMPARED = 8  # signatures, those used last, with which a new one is compared
 _A_FEW = 8  # new signatures in a row, none of them called again, that are worth a warning
 
+_OF_A_CAPTURE = ("mode", "stream", "breaks", "break_on", "capture_error_mode", "generators", "barrier")
+
 Before = Callable[[tuple[Any, ...], dict[str, Any], list[torch.Tensor]], StateBefore]
 """Takes the arguments that a function is called with, and the tensors among them that a replay copies."""
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen
 class SignatureStats:
     """One signature that was called."""
 
@@ -187,14 +189,7 @@ class CacheEntry:
         nbytes = 0
         if self._inputs is not None and self._outputs is not None:
             nbytes = self._inputs.nbytes + self._outputs.nbytes
-        return SignatureStats(
-            name=self.name,
-            arguments=summary(self.words),
-            state=state,
-            calls=self.calls,
-            nbytes=nbytes,
-            why=self.why(),
-        )
+        return SignatureStats(self.name, summary(self.words), state, self.calls, nbytes, self.why())
 
 
 def _used_here(tensor: torch.Tensor) -> None:
@@ -206,17 +201,12 @@ def _used_here(tensor: torch.Tensor) -> None:
 class Cache:
     """Entries by signature, the least recently used first, on one pool for each device."""
 
-    def __init__(
-        self,
-        name: str,
-        options: Mapping[str, Any],
-        pool: Any,
-        device: torch.device | None,
-        bucket: Bucket | None,
-        limit: int,
-    ) -> None:
-        self._name, self._options, self._pool = name, options, pool
-        self._device, self._bucket, self._limit = device, bucket, limit
+    def __init__(self, name: str, options: Mapping[str, Any]) -> None:
+        self._name, self._options, self._limit = name, options, options["max_captures"]
+        self._for_captures = {option: options[option] for option in _OF_A_CAPTURE}
+        breaks = options["breaks"]
+        if breaks is not None and not callable(breaks) and not isinstance(breaks, str):
+            self._for_captures["breaks"] = BreakNames(breaks)
         self._entries: OrderedDict[Hashable, CacheEntry] = OrderedDict()
         self._pools: dict[torch.device, Any] = {}
         self._names = (f"#{i}" for i in itertools.count(1))
@@ -248,13 +238,14 @@ class Cache:
         if logger.isEnabledFor(logging.DEBUG):
             logger.debug("%s: signature %s, %s", self._name, name, why())
         capture = BreakableCUDAGraphCapture(
-            **self._options,
-            pool=self._pools.get(request.device, self._pool),
+            **self._for_captures,
+            pool=self._pools.get(request.device, self._options["pool"]),
             # Without a GPU the capture itself says that it is emulated.
-            device=self._device or (request.device if torch.accelerator.is_available() else None),
+            device=self._options["device"] or (request.device if torch.accelerator.is_available() else None),
             name=f"{self._name} {name}",
         )
-        entry = self._entries[request.key] = CacheEntry(name, words, why, capture, self._bucket)
+        entry = CacheEntry(name, words, why, capture, self._options["bucket"])
+        self._entries[request.key] = entry
         died = functools.partial(_append, self._dead, request.key)
         entry.objects = [weak(value, died) for value in request.objects]
         self._warn_of_many(entry)
@@ -274,9 +265,9 @@ class Cache:
             found = difference(entry.words, before.words)
             what = "; ".join(found[:3]) or entry.why()
             warn(
-                f"{self._name} was called with {self._in_a_row + 1} new signatures in a row, none of them twice: "
-                f"each is warmed up and captured for itself. The newest differs from the one before in {what}. "
-                f"Pass a value that changes as a tensor, and a size that changes with `bucket=Bucket(...)`."
+                f"{self._name} was called with {self._in_a_row + 1} new signatures in a row, none of them twice, "
+                f"and captures each for itself. The newest differs from the one before in {what}. Pass a value "
+                f"that changes as a tensor, and sizes that change with `bucket=Bucket(...)`."
             )
 
     def expect_new(self) -> None:
@@ -286,6 +277,9 @@ class Cache:
     def ran(self, entry: CacheEntry, request: Request) -> None:
         """An entry has warmed up or captured: others share its pool, and there may be too many captures."""
         self._pools.setdefault(request.device, entry.capture.pool)
+        breaks = self._for_captures["breaks"]
+        if entry.captured and isinstance(breaks, BreakNames):
+            breaks.tell_missing(self._name)
         captured = [key for key, other in self._entries.items() if other.captured]
         for key in captured[: max(0, len(captured) - self._limit)]:
             self._evict(key)
@@ -315,6 +309,28 @@ class Cache:
         self.evictions += 1
         logger.debug("%s: %s is dropped, the least recently used", self._name, self._entries[key].name)
         self.drop(key)
+
+
+class BreakNames:
+    """A predicate on the names of breaks. A capture refuses names that it does not meet; others may here."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._names, self._called, self._told = frozenset(names), set[str](), False
+
+    def __call__(self, name: str) -> bool:
+        self._called.add(name)
+        return name in self._names
+
+    def tell_missing(self, title: str) -> None:
+        """Say once in the log which names no function had that was called so far."""
+        missing = ", ".join(map(repr, sorted(self._names - self._called)))
+        if missing and not self._told:
+            self._told = True
+            called = ", ".join(map(repr, sorted(self._called))) or "none"
+            text = (
+                "%s: breaks names %s, and no decorated function of that name was called yet; called were: %s"
+            )
+            logger.warning(text, title, missing, called)
 
 
 def _append(keys: list[Hashable], key: Hashable, dead: object) -> None:

@@ -21,7 +21,6 @@ from segcapture.exclusive import Exclusive
 from segcapture.thread import state, warn
 from segcapture.trees import HELD
 
-_OF_A_CAPTURE = ("mode", "stream", "breaks", "break_on", "capture_error_mode", "generators", "barrier")
 _COUNTED = ("calls", "warmups", "captures", "replays", "eager", "failures")
 _CHOICES = {"on_error": ("raise", "eager"), "weights": ("raise", "recapture", "ignore")}
 
@@ -122,19 +121,15 @@ class GraphedCallable:
         barrier: Callable[[], object] | None = None,
     ) -> None:
         options = {option: value for option, value in locals().items() if option not in ("self", "fn")}
+        options["device"] = None if device is None else torch.device(device)
         _check(fn, options)
         assert fn is not None
         self.fn = fn
         self.name = name or getattr(fn, "__qualname__", type(fn).__qualname__).rpartition("<locals>.")[2]
         self._options = options
-        where = None if device is None else torch.device(device)
         self._modules = Modules(fn, modules)
-        self._reader = RequestReader(fn, bucket, key, self._modules, where)
-        for_captures = {option: options[option] for option in _OF_A_CAPTURE}
-        self._names: BreakNames | None = None
-        if breaks is not None and not callable(breaks) and not isinstance(breaks, str):
-            self._names = for_captures["breaks"] = BreakNames(breaks)
-        self._cache = Cache(self.name, for_captures, pool, where, bucket, max_captures)
+        self._reader = RequestReader(fn, options, self._modules)
+        self._cache = Cache(self.name, options)
         self._counts = dict.fromkeys(_COUNTED, 0)
         self._invalid = ""
         self._told: set[str] = set()
@@ -156,8 +151,8 @@ class GraphedCallable:
         attributes = getattr(instance, "__dict__", None)
         if attributes is None:
             raise TypeError(
-                f"{type(instance).__qualname__} has __slots__ and no __dict__, so that its methods cannot hold "
-                f"captures: wrap the bound method, GraphedCallable(instance.method)."
+                f"{type(instance).__qualname__} has __slots__ and no __dict__, so that its methods cannot "
+                f"hold captures: wrap the bound method, GraphedCallable(instance.method)."
             )
         held = attributes.get(HELD)
         if held is None or held.owner is not instance:  # a shallow copy has its original's
@@ -317,8 +312,6 @@ class GraphedCallable:
         if what == "captures":
             entry.weights = self._weights(request)
             logger.debug("%s: captured %s", self.name, entry.name)
-            if self._names is not None:
-                self._names.tell_missing(self.name)
         if problem is not None:
             if not eager:
                 raise problem
@@ -411,31 +404,6 @@ class BoundMethods(dict[GraphedCallable, GraphedCallable]):
 
     def __reduce__(self) -> Any:
         return BoundMethods, ()
-
-
-class BreakNames:
-    """A predicate on the names of breaks. A capture refuses names that it does not meet; others may here."""
-
-    def __init__(self, names: Iterable[str]) -> None:
-        self._names = frozenset(names)
-        self._called: set[str] = set()
-        self._told = False
-
-    def __call__(self, name: str) -> bool:
-        self._called.add(name)
-        return name in self._names
-
-    def tell_missing(self, title: str) -> None:
-        """Say once in the log which names no function had that was called so far."""
-        missing = self._names - self._called
-        if missing and not self._told:
-            self._told = True
-            logger.warning(
-                "%s: breaks names %s, and no decorated function of that name was called yet; called were: %s",
-                title,
-                ", ".join(map(repr, sorted(missing))),
-                ", ".join(map(repr, sorted(self._called))) or "none",
-            )
 
 
 def _check(fn: Any, options: Mapping[str, Any]) -> None:

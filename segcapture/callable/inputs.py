@@ -1,5 +1,6 @@
 """The static inputs of one capture: where calls copy their tensors to, and back from."""
 
+import functools
 import operator
 from collections.abc import Sequence
 
@@ -22,20 +23,15 @@ class StaticInputs:
     def __init__(self, request: Request) -> None:
         tensors, self._padded = request.tensors, request.padded
         with torch.inference_mode(False), torch.no_grad():
-            self.tensors = [
-                torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-                if i not in self._padded and not tensor.is_contiguous()
-                else tensor.new_empty(
-                    self._padded[i].shape(tensor.shape) if i in self._padded else tensor.shape
-                )
-                for i, tensor in enumerate(tensors)
-            ]
+            self.tensors = list(map(self._made_like, range(len(tensors)), tensors))
             for overlap in request.overlaps:
-                self._place(overlap.positions, overlap.offsets, tensors)
-            self.tensors = [
-                torch.nn.Parameter(static, False) if isinstance(tensor, torch.nn.Parameter) else static
-                for static, tensor in zip(self.tensors, tensors, strict=True)
-            ]
+                device = tensors[overlap.positions[0]].device
+                memory = torch.empty(overlap.nbytes, dtype=torch.uint8, device=device).untyped_storage()
+                for i, offset in zip(overlap.positions, overlap.offsets, strict=False):
+                    self.tensors[i] = View.of(tensors[i]).on(memory, offset)
+            for i, tensor in enumerate(tensors):
+                if isinstance(tensor, torch.nn.Parameter):
+                    self.tensors[i] = torch.nn.Parameter(self.tensors[i], False)
         for static, tensor in zip(self.tensors, tensors, strict=True):
             static.requires_grad_(tensor.requires_grad)
         for i, gradient in request.gradients.items():
@@ -53,19 +49,12 @@ class StaticInputs:
         """Whether a replay may write to another one: an eager break runs in it."""
         self.fill(request)
 
-    def _place(
-        self, positions: Sequence[int], offsets: Sequence[int], tensors: Sequence[torch.Tensor]
-    ) -> None:
-        """Lay out static inputs that overlap at the same distances as the call's tensors."""
-        views = {i: View.of(tensors[i]) for i in positions}
-        ends = [
-            offset + view.byte_range()[1] - view.byte_range()[0]
-            for offset, view in zip(offsets, views.values(), strict=False)
-        ]
-        for i, offset in zip(positions, offsets, strict=False):
-            if i == positions[0]:
-                memory = torch.empty(max(ends), dtype=torch.uint8, device=tensors[i].device)
-            self.tensors[i] = views[i].on(memory.untyped_storage(), offset)
+    def _made_like(self, position: int, tensor: torch.Tensor) -> torch.Tensor:
+        if position in self._padded:
+            return tensor.new_empty(self._padded[position].shape(tensor.shape))
+        if tensor.is_contiguous():  # whatever the strides of dimensions of size 1 are
+            return tensor.new_empty(tensor.shape)
+        return tensor.new_empty_strided(tensor.shape, tensor.stride())
 
     @property
     def nbytes(self) -> int:
@@ -82,33 +71,25 @@ class StaticInputs:
         for i, static in enumerate(self.tensors):
             if tensor is static:
                 return OwnTensor(i)
-        if not self.holds(tensor):
-            return None
-        view = View.of(tensor)
-        low, high = view.byte_range()
-        for i, static in enumerate(self.tensors):
-            if (
-                i in self._padded
-                or tensor.dtype is not static.dtype
-                or storage_id(tensor) != storage_id(static)
-            ):
-                continue
-            start, end = View.of(static).byte_range()
-            if low < end and start < high:
-                return OwnTensor(i, view, View.of(static))
+        for i, static in enumerate(self.tensors if self.holds(tensor) else ()):
+            view, of = View.of(tensor), View.of(static)
+            (low, high), (start, end) = view.byte_range(), of.byte_range()
+            shared = storage_id(tensor) == storage_id(static) and low < end and start < high
+            if shared and view.dtype is of.dtype and i not in self._padded:
+                return OwnTensor(i, view, of)
         return None
 
     # Copies
 
     def check_places(self, request: Request) -> None:
-        """Raise CaptureFailedError for a tensor of a call that is memory of another static input than its own."""
-        if request.storages and not self._storages.isdisjoint(request.storages):
-            for i, tensor in enumerate(request.tensors):
-                if tensor.data_ptr() != self._pointers[i] and self.holds(tensor):
-                    raise CaptureFailedError(
-                        "An argument is the static input of another argument, which this call overwrites. "
-                        "Pass a clone of it."
-                    )
+        """Raise CaptureFailedError if a tensor of a call is memory of another static input than its own."""
+        if self._storages.isdisjoint(request.storages):
+            return
+        for tensor, pointer in zip(request.tensors, self._pointers, strict=True):
+            if tensor.data_ptr() != pointer and self.holds(tensor):
+                raise CaptureFailedError(
+                    "An argument is the static input of another one, which this call overwrites: pass a clone."
+                )
 
     def fill(self, request: Request) -> None:
         """Copy a call's tensors in; one that already is the static input is not copied."""
@@ -137,9 +118,8 @@ class StaticInputs:
         """
         for i, (static, tensor) in enumerate(zip(self.tensors, request.tensors, strict=True)):
             # The version misses kernels that torch does not know, the values a write of the same values.
-            if static._version != self._versions[i] or not torch.equal(
-                _bits(self._front(i, tensor)), _bits(tensor)
-            ):
+            same = static._version == self._versions[i]
+            if not (same and torch.equal(_bits(self._front(i, tensor)), _bits(tensor))):
                 self.written.append(i)
         self._check_written()
 
@@ -162,9 +142,8 @@ class StaticInputs:
     def _check_written(self) -> None:
         if not self._read_only.isdisjoint(self.written):
             raise CaptureFailedError(
-                "The function writes to an argument that is padded to a bucket and shares memory with "
-                "another argument, or to that other one, or to one whose elements repeat (`expand`). Pass a "
-                "clone of it."
+                "The function writes to an argument whose elements repeat (`expand`), or of two that share "
+                "memory where one is padded to a bucket. Pass a clone of it."
             )
 
     def _front(self, position: int, like: torch.Tensor) -> torch.Tensor:
@@ -180,7 +159,7 @@ class StaticInputs:
 
 @attrs.frozen
 class OwnTensor:
-    """From the tensors of a call to one of them, or to a view that is to it what one is to its static input."""
+    """From the tensors of a call to one of them, or to what a view of its static input is in it."""
 
     position: int
     _view: View | None = None
@@ -190,23 +169,23 @@ class OwnTensor:
         tensor, view, static = tensors[self.position], self._view, self._static
         if view is None or static is None:
             return tensor
-        dims = sorted(zip(static.stride, tensor.stride(), tensor.shape, strict=True), reverse=True)
-
-        def moved(elements: int) -> int:
-            # The call's tensor may have other gaps between its rows.
-            if tensor.stride() == static.stride:
-                return elements
-            found = 0
-            for before, now, size in dims:
-                if size > 1:
-                    steps, elements = divmod(elements, before)
-                    found += steps * now
-            return found
-
-        offset = tensor.storage_offset() + moved(view.offset - static.offset)
-        made = tensor.as_strided(view.shape, list(map(moved, view.stride)), offset)
+        move = functools.partial(_moved, static.stride, tensor.stride(), tensor.shape)
+        offset = tensor.storage_offset() + move(view.offset - static.offset)
+        made = tensor.as_strided(view.shape, list(map(move, view.stride)), offset)
         made = made.conj() if view.bits[0] else made
         return torch._neg_view(made) if view.bits[1] else made
+
+
+def _moved(before: tuple[int, ...], now: tuple[int, ...], shape: torch.Size, distance: int) -> int:
+    """A distance in elements, in a tensor of the same shape that may have other gaps."""
+    if before == now:
+        return distance
+    moved = 0
+    for stride, new, size in sorted(zip(before, now, shape, strict=True), reverse=True):
+        if size > 1:
+            steps, distance = divmod(distance, stride)
+            moved += steps * new
+    return moved
 
 
 def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:

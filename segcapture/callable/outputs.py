@@ -16,7 +16,6 @@ from segcapture.tensors import cannot_be_copied, storage_id
 from segcapture.trees import (
     PLAIN,
     Place,
-    children,
     flatten,
     hidden_tensor,
     is_plain_object,
@@ -194,23 +193,16 @@ class CallOutputs:
             )
 
     def is_current(self) -> bool:
-        """Whether containers and tensors of the output are those of the capture: eager functions may fill them.
+        """Whether eager functions have left the output's containers and tensors as they were at capture.
 
         Reads plain values, which may be others.
         """
         if self._places is None:
             return True
-        values = [self.out]
-        for i, place in enumerate(self._places):
-            value, before = values[i], place.value
-            if value is not before and not (type(value) in PLAIN and type(before) in PLAIN):
-                return False
-            if place.inside is not None:
-                keys, items = _content(value, place.in_object)
-                if keys != [self._places[k].key for k in place.inside]:
-                    return False
-                values += items
-        self._values = values
+        places = flatten(self.out)
+        if len(places) != len(self._places) or not all(map(_alike, places, self._places)):
+            return False
+        self._values = [place.value for place in places]
         return True
 
     def collect(self, request: Request) -> Any:
@@ -243,11 +235,7 @@ def _itself(value: Any) -> Any:
     return value
 
 
-def _content(value: Any, in_object: bool) -> tuple[list[Any], Iterable[Any]]:
-    """Keys and items of a container."""
-    if isinstance(value, tuple | list):
-        return list(range(len(value))), value
-    if isinstance(value, dict):
-        return list(value), value.values()
-    content = children(value, in_object) or ()
-    return [key for key, _, _ in content], [item for *_, item in content]
+def _alike(now: Place, before: Place) -> bool:
+    if now.value is before.value:
+        return now.key is before.key or bool(now.key == before.key)
+    return now.key == before.key and type(now.value) in PLAIN and type(before.value) in PLAIN

@@ -2,8 +2,9 @@
 
 import functools
 import inspect
+import itertools
 import weakref
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import attrs
@@ -55,9 +56,10 @@ class Overlap(NamedTuple):
     """Tensors of a call that share memory."""
 
     positions: tuple[int, ...]
+    strides: tuple[tuple[int, ...], ...]
     offsets: tuple[int, ...]
     """Of each, in bytes, in the memory of all. None where one is padded: each has then memory of its own."""
-    strides: tuple[tuple[int, ...], ...]
+    nbytes: int
 
 
 class Request:
@@ -114,7 +116,7 @@ class Request:
         # One tensor that is not padded is compared with no other.
         self.storages = list(map(storage_id, tensors)) if len(tensors) > 1 or self.padded else []
         if len(set(self.storages)) < len(self.storages):
-            self.overlaps = _overlaps(tensors, self.storages, self.padded)
+            self.overlaps = tuple(_overlaps(tensors, self.storages, self.padded))
         if self._in_place and not self._in_place.isdisjoint(map(storage_id, tensors)):
             raise CaptureFailedError(
                 "An argument shares memory with a tensor in an object among the arguments. Arguments are "
@@ -123,17 +125,12 @@ class Request:
 
     def check_can_be_captured(self) -> None:
         """Raise CaptureFailedError for arguments that require grad where no replay can serve them."""
-        differentiable = [tensor for tensor in self.tensors if tensor.requires_grad]
-        if differentiable and self.ambient.grad:
+        found = [tensor for tensor in self.tensors if tensor.requires_grad]
+        if found and (self.ambient.grad or (len(found) > 1 and not all(tensor.is_leaf for tensor in found))):
             raise CaptureFailedError(
-                "An argument requires grad, and a replay makes no autograd graph. Call it under "
-                "`torch.no_grad()` or `torch.inference_mode()`, or pass it detached."
-            )
-        if len(differentiable) > 1 and not all(tensor.is_leaf for tensor in differentiable):
-            raise CaptureFailedError(
-                "Several arguments require grad, and one was computed, from another perhaps: the static inputs "
-                "are separate leaves between which no gradient flows. Pass it as "
-                "`x.detach().requires_grad_()`."
+                "An argument requires grad: a replay makes no autograd graph, and lets no gradient flow between "
+                "arguments. Call it under `torch.no_grad()` or `torch.inference_mode()`, or pass it detached; "
+                "one of several that was computed, as `x.detach().requires_grad_()`."
             )
 
     def _visit(self, value: Any) -> None:
@@ -292,32 +289,31 @@ def _layout(shape: torch.Size, strides: tuple[int, ...], itemsize: int) -> Hasha
 
 
 def _overlaps(
-    tensors: Sequence[torch.Tensor], storages: Sequence[int], padded: Collection[int]
-) -> tuple[Overlap, ...]:
+    tensors: Sequence[torch.Tensor], storages: Sequence[int], padded: Container[int]
+) -> list[Overlap]:
     """Which tensors share memory, and how; `storages` are the identities of theirs."""
-    by_storage: dict[int, list[tuple[int, int, int]]] = {}
-    for position, (tensor, storage) in enumerate(zip(tensors, storages, strict=True)):
-        low, high = View.of(tensor).byte_range()
-        if low < high:
-            by_storage.setdefault(storage, []).append((low, high, position))
+    views = map(View.of, tensors)
+    ranges = sorted((storages[i], *view.byte_range(), i) for i, view in enumerate(views))
     groups: list[list[tuple[int, int]]] = []
-    for ranges in by_storage.values():
-        end = -1
-        for low, high, position in sorted(ranges):
-            if low >= end:
-                groups.append([])
-            groups[-1].append((position, low))
-            end = max(end, high)
+    ends: list[tuple[int, int]] = [(-1, 0)]
+    for storage, low, high, i in ranges:
+        if low == high:
+            continue
+        if (storage, low) >= ends[-1]:
+            groups.append([])
+            ends.append((storage, high))
+        groups[-1].append((i, low))
+        ends[-1] = max(ends[-1], (storage, high))
     found = []
-    for group in groups:
+    for group, (_, end) in zip(groups, ends[1:], strict=True):
         base = group[0][1] // _ALIGNMENT * _ALIGNMENT  # what they keep of their addresses
         positions, lows = zip(*sorted(group), strict=True)
         if len(group) > 1 and any(i in padded for i in positions):
-            found.append(Overlap(positions, (), ()))
+            found.append(Overlap(positions, (), (), 0))
         elif len(group) > 1:
-            strides = tuple(tensors[i].stride() for i in positions)
-            found.append(Overlap(positions, tuple(low - base for low in lows), strides))
-    return tuple(sorted(found))
+            strides, offsets = (tensors[i].stride() for i in positions), (low - base for low in lows)
+            found.append(Overlap(positions, tuple(strides), tuple(offsets), end - base))
+    return sorted(found)
 
 
 # Reading
@@ -330,15 +326,11 @@ class RequestReader:
         ValueError: the bucket names what is none of the function's parameters.
     """
 
-    def __init__(
-        self,
-        fn: Callable[..., Any],
-        bucket: Bucket | None,
-        key: Callable[..., Hashable] | None,
-        modules: Modules,
-        device: torch.device | None,
-    ) -> None:
-        self._bucket, self._key, self._modules, self._device = bucket, key, modules, device
+    def __init__(self, fn: Callable[..., Any], options: Mapping[str, Any], modules: Modules) -> None:
+        self._bucket: Bucket | None = options["bucket"]
+        self._key: Callable[..., Hashable] | None = options["key"]
+        self._device: torch.device | None = options["device"]
+        self._modules = modules
         body = fn.forward if isinstance(fn, torch.nn.Module) else fn
         try:
             parameters = list(inspect.signature(body).parameters.values())
@@ -348,8 +340,8 @@ class RequestReader:
         named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         self._ordered = any(p.kind is p.VAR_KEYWORD for p in parameters)
         self._ambient: Ambient | None = None
-        if bucket is not None and not self._ordered:
-            bucket.check_names([*self._names, *named])
+        if self._bucket is not None and not self._ordered:
+            self._bucket.check_names([*self._names, *named])
 
     def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Request:
         """The call and its signature.
@@ -420,13 +412,9 @@ class RequestReader:
     def _device_of(self, tensors: Sequence[torch.Tensor]) -> torch.device:
         if self._device is not None:
             return self._device
-        for tensor in tensors:
-            if tensor.device.type != "cpu":
-                return tensor.device
-        for module in self._modules.roots or ():
-            for weight in module.parameters():
-                return weight.device
-        return torch.device("cpu")
+        given = (tensor.device for tensor in tensors if tensor.device.type != "cpu")
+        read = (weight.device for module in self._modules.roots for weight in module.parameters())
+        return next(itertools.chain(given, read), torch.device("cpu"))
 
 
 # Words

@@ -3,7 +3,6 @@
 import functools
 import inspect
 import operator
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, compress
 from typing import Any
@@ -24,8 +23,8 @@ class Modules:
 
     def __init__(self, fn: Callable[..., Any], given: Sequence[nn.Module]) -> None:
         self._fn, self._given = fn, given
-        self.roots: list[nn.Module] | None = None
-        self._all: list[nn.Module] = []
+        self.roots: list[nn.Module] = []
+        self._all: list[nn.Module] | None = None
 
     def look(self) -> None:
         """Look for them anew, as they are now."""
@@ -34,14 +33,14 @@ class Modules:
 
     def training(self) -> bool | tuple[bool, ...] | None:
         """`training` of all: one value if they agree."""
-        if self.roots is None:
+        if self._all is None:
             self.look()
-        return training_flags(self._all)
+        return training_flags(self._all or [])
 
     def weights(self, *arguments: Any) -> "Weights":
         """Their weights, and those of the modules among the arguments, as they are now."""
         among = [place.value for place in flatten(arguments) if isinstance(place.value, nn.Module)]
-        return Weights(with_children([*self._all, *among]))
+        return Weights(with_children([*(self._all or ()), *among]))
 
 
 def _modules_of(fn: Callable[..., Any]) -> list[nn.Module]:
@@ -84,17 +83,12 @@ class Weights:
         # Buffers may come up while another signature runs: masks, say.
         found = [(m, name) for m in modules for name, value in m._buffers.items() if value is not None]
         self._buffers = [(module._buffers, name) for module, name in found]
-        self._names = [*self._names_kept(), *(f"{type(m).__qualname__}.{name}" for m, name in found)]
+        self._names = [f"{kind}.{name}" for kept, kind in self._kept for name in kept]
+        self._names += [f"{type(module).__qualname__}.{name}" for module, name in found]
+        self._sizes = [len(kept) for kept, _ in self._kept]
         self._values = self._now()
         self._addressed = list(map(_has_address, self._values))
         self._addresses = list(map(torch.Tensor.data_ptr, compress(self._values, self._addressed)))
-
-    def _names_kept(self) -> list[str]:
-        return [
-            f"{kind}.{name}" if isinstance(name, str) else f"A hook of a {kind}"
-            for kept, kind in self._kept
-            for name in kept
-        ]
 
     def _now(self) -> list[Any]:
         kept = chain.from_iterable([kept.values() for kept, _ in self._kept])
@@ -104,14 +98,9 @@ class Weights:
         """What is another object or at another address than at capture, in words; or None."""
         now = self._now()
         if len(now) != len(self._values):
-            before, after = (
-                Counter(self._names[: len(self._names) - len(self._buffers)]),
-                Counter(self._names_kept()),
-            )
-            (what, how), *_ = [(n, "added") for n in after - before] + [
-                (n, "taken out") for n in before - after
-            ]
-            return f"{what} was {how}"
+            sizes = zip(self._kept, self._sizes, strict=True)
+            kind = next((kind for (kept, kind), size in sizes if len(kept) != size), "?")
+            return f"A parameter, module or hook of a {kind} was added or taken out"
         same = list(map(operator.is_, now, self._values))
         if all(same):
             addresses = list(map(torch.Tensor.data_ptr, compress(now, self._addressed)))
