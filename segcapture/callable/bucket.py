@@ -105,25 +105,22 @@ class Bucket:
         Raises:
             CaptureFailedError: an output has not the padded size there, or is not there at all.
         """
-        found: dict[int, int] = {}
         tensors = {p.path: p.value for p in places if isinstance(p.value, torch.Tensor)}
         wanted = self.out if isinstance(self.out, Mapping) else dict.fromkeys(tensors, self.out)
-        problem = ""
+        found: dict[int, int] = {}
         for path, dim in wanted.items():
-            shape = list(tensors[path].shape) if path in tensors else []
-            if path not in tensors:
-                problem = f"`{path}` back, and no such tensor was returned"
-            elif dim is not None and (not -len(shape) <= dim < len(shape) or shape[dim] != size):
-                problem = f"dimension {dim} of `{path}` back, but that is {shape} where the arguments are padded to {size}"
-            elif dim is not None:
-                found[id(tensors[path])] = dim % len(shape)
-        if problem:
-            sizes = {path: list(tensor.shape) for path, tensor in tensors.items()}
-            fitting = ", ".join(f"{path!r}: {s.index(size)}" for path, s in sizes.items() if size in s)
-            raise CaptureFailedError(
-                f"The bucket cuts {problem}. Name the outputs to cut, with their dimension; of that size are: "
-                f"out={{{fitting}}}."
-            )
+            shape = list(tensors[path].shape) if path in tensors else None
+            if dim is None:
+                continue
+            if shape is None or not -len(shape) <= dim < len(shape) or shape[dim] != size:
+                sizes = {p: list(tensor.shape) for p, tensor in tensors.items()}
+                fitting = ", ".join(f"{p!r}: {s.index(size)}" for p, s in sizes.items() if size in s)
+                raise CaptureFailedError(
+                    f"The bucket cuts dimension {dim} of `{path}` back, but that is {'not there' if shape is None else shape} where "
+                    f"the arguments are padded to {size}. Name the outputs to cut, with their dimension; of that "
+                    f"size are: out={{{fitting}}}."
+                )
+            found[id(tensors[path])] = dim % len(shape)
         return found
 
 

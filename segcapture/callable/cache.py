@@ -4,8 +4,8 @@ import functools
 import itertools
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import attrs
@@ -14,7 +14,7 @@ import torch
 from segcapture.callable.bucket import Bucket
 from segcapture.callable.inputs import StaticInputs
 from segcapture.callable.outputs import CallOutputs, with_tensors
-from segcapture.callable.signature import Request, Words, difference, explain, summary, weak
+from segcapture.callable.signature import Arguments, Request, Words, difference, explain, summary, weak
 from segcapture.callable.state import StateBefore, Weights
 from segcapture.capture import BreakableCUDAGraphCapture
 from segcapture.errors import CaptureFailedError
@@ -29,8 +29,7 @@ _A_FEW = 8  # new signatures in a row, none of them called again, that are worth
 
 _OF_A_CAPTURE = ("mode", "stream", "breaks", "break_on", "capture_error_mode", "generators", "barrier")
 
-Before = Callable[[tuple[Any, ...], dict[str, Any], list[torch.Tensor]], StateBefore]
-"""Takes the arguments that a function is called with, and the tensors among them that a replay copies."""
+Function = Callable[..., Any]
 
 
 @attrs.frozen
@@ -50,47 +49,47 @@ class SignatureStats:
     """What differed from the nearest signature when it first came."""
 
 
+@attrs.define(eq=False)
 class CacheEntry:
     """What is kept for one signature: its warm-up, its capture, its replays."""
 
-    def __init__(
-        self,
-        name: str,
-        words: Words,
-        why: Callable[[], str],
-        capture: BreakableCUDAGraphCapture,
-        bucket: Bucket | None,
-    ) -> None:
-        self.name, self.words, self.why, self.capture, self._bucket = name, words, why, capture, bucket
-        self.calls = 0
-        self.warmups = 0
-        self.failure: BaseException | None = None
-        """Why it runs eagerly from now on."""
-        self.weights: Weights | None = None
-        self.objects: list[Any] = []
-        """Weak references to the objects of the signature."""
-        self._inputs: StaticInputs | None = None
-        self._outputs: CallOutputs | None = None
+    name: str
+    words: Words
+    why: Callable[[], str]
+    capture: BreakableCUDAGraphCapture
+    _bucket: Bucket | None
+    calls: int = 0
+    warmups: int = 0
+    failure: BaseException | None = None
+    """Why it runs eagerly from now on."""
+    weights: Weights | None = None
+    """As they were at capture."""
+    objects: Sequence[Any] = ()
+    """Weak references to the objects of the signature."""
+    _static: tuple[StaticInputs, CallOutputs] | None = None
 
     @property
     def captured(self) -> bool:
         """Whether calls are replayed."""
-        return self._outputs is not None
+        return self._static is not None
 
     def warm_up(
-        self, fn: Callable[..., Any], request: Request, before: Before
-    ) -> tuple[Any, CaptureFailedError | None]:
-        """Run the function eagerly where the capture will; also what would make the capture fail."""
+        self, fn: Function, request: Request, weights: Weights | None
+    ) -> tuple[Any, Exception | None]:
+        """Run the function eagerly where the capture will; also what would make the capture fail.
+
+        `weights` are those of its modules, which it must leave as they are; None if it need not.
+        """
         self.warmups += 1
         problem = None
         with self.capture.warm_up():
             if request.padded:
-                inputs, outputs = self._run(fn, request, before, nullcontext(), clone=False)
+                inputs, outputs = self._run(fn, request, weights, nullcontext(), False)
                 inputs.copy_back(request)
                 out = outputs.collect(request)
             else:
-                state = before(request.args, request.kwargs, request.tensors)
-                out = fn(*request.args, **request.kwargs)
+                state = StateBefore(request.named(*request.arguments), request.tensors, weights)
+                out = fn(*request.arguments[0], **request.arguments[1])
                 try:
                     state.check(flatten(out), request.ambient.grad)
                 except CaptureFailedError as error:
@@ -99,7 +98,7 @@ class CacheEntry:
             _used_here(tensor)  # made on the capture stream
         return out, problem
 
-    def capture_call(self, fn: Callable[..., Any], request: Request, before: Before, clone: bool) -> Any:
+    def capture_call(self, fn: Function, request: Request, weights: Weights | None, clone: bool) -> Any:
         """Capture the function while it serves a call.
 
         Raises:
@@ -108,27 +107,22 @@ class CacheEntry:
         """
         self.capture.reset()
         try:
-            inputs, outputs = self._run(fn, request, before, self.capture, clone)
+            inputs, outputs = self._run(fn, request, weights, self.capture, clone)
         except BaseException:
             self.capture.reset()
             raise
         inputs.copy_back(request)
         inputs.watched = self.capture.num_eager_breaks > 0
-        self._inputs, self._outputs = inputs, outputs
+        self._static = inputs, outputs
         return outputs.collect(request)
 
     def _run(
-        self,
-        fn: Callable[..., Any],
-        request: Request,
-        before: Before,
-        around: AbstractContextManager[Any],
-        clone: bool,
+        self, fn: Function, request: Request, weights: Weights | None, around: Any, clone: bool
     ) -> tuple[StaticInputs, CallOutputs]:
         """Run the function on static inputs."""
         inputs = StaticInputs(request)
         args, kwargs = with_tensors(request, inputs.tensors)
-        state = before(args, kwargs, inputs.tensors)
+        state = StateBefore(request.named(args, kwargs), inputs.tensors, weights)
         with around:
             out = fn(*args, **kwargs)
         state.check(flatten(out), request.ambient.grad)
@@ -137,16 +131,15 @@ class CacheEntry:
 
     def check_free(self, request: Request) -> None:
         """Raise CaptureFailedError if an argument is memory that a replay overwrites."""
-        assert self._inputs is not None
-        assert self._outputs is not None
-        self._inputs.check_places(request)
-        self._outputs.check_free(request, self._inputs.written)
+        assert self._static is not None
+        inputs, outputs = self._static
+        inputs.check_places(request)
+        outputs.check_free(request, inputs.written)
 
     def replay(self, request: Request) -> Any:
         """Serve a call by replaying."""
-        inputs, outputs = self._inputs, self._outputs
-        assert inputs is not None
-        assert outputs is not None
+        assert self._static is not None
+        inputs, outputs = self._static
         if inputs.on_host and self.capture.device.type != "cpu":  # the last replay may still read them
             torch.accelerator.current_stream(self.capture.device).synchronize()
         inputs.fill(request)
@@ -163,32 +156,29 @@ class CacheEntry:
         inputs.copy_back(request)
         if not outputs.is_current():
             outputs = CallOutputs(outputs.out, inputs, request, self._bucket, self.capture, outputs.clone)
-            self._outputs = outputs
+            self._static = inputs, outputs
         return outputs.collect(request)
 
-    def static_arguments(self, request: Request) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def static_arguments(self, request: Request) -> Arguments:
         """The call with the static inputs as its tensors."""
-        assert self._inputs is not None
-        return with_tensors(request, self._inputs.tensors)
+        assert self._static is not None
+        return with_tensors(request, self._static[0].tensors)
 
     def release(self) -> None:
         """Free the capture, its inputs and outputs, after the work that uses them."""
-        if self._inputs is None:
-            return
-        with self.capture.exclusive():
-            for tensor in self._inputs.tensors:
-                _used_here(tensor)
-            self._inputs = self._outputs = None
-            self.capture.reset()
+        if self._static is not None:
+            with self.capture.exclusive():
+                for tensor in self._static[0].tensors:
+                    _used_here(tensor)
+                self._static = None
+                self.capture.reset()
 
     def stats(self) -> SignatureStats:
         """For people."""
         state = "captured" if self.captured else f"warming up ({self.warmups})"
         if self.failure is not None:
             state = f"eager: {type(self.failure).__name__}: {self.failure}"
-        nbytes = 0
-        if self._inputs is not None and self._outputs is not None:
-            nbytes = self._inputs.nbytes + self._outputs.nbytes
+        nbytes = sum(part.nbytes for part in self._static or ())
         return SignatureStats(self.name, summary(self.words), state, self.calls, nbytes, self.why())
 
 
@@ -265,9 +255,9 @@ class Cache:
             found = difference(entry.words, before.words)
             what = "; ".join(found[:3]) or entry.why()
             warn(
-                f"{self._name} was called with {self._in_a_row + 1} new signatures in a row, none of them twice, "
-                f"and captures each for itself. The newest differs from the one before in {what}. Pass a value "
-                f"that changes as a tensor, and sizes that change with `bucket=Bucket(...)`."
+                f"{self._name} was called with {self._in_a_row + 1} new signatures in a row, none of them "
+                f"twice, and captures each. The newest differs from the one before in {what}. Pass a value that "
+                f"changes as a tensor, and pad sizes that change, with `bucket=Bucket(...)`."
             )
 
     def expect_new(self) -> None:

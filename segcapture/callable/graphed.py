@@ -13,9 +13,9 @@ import torch
 
 from segcapture.backends.cuda.driver import is_captured
 from segcapture.callable.bucket import Bucket, TooLongError
-from segcapture.callable.cache import Before, Cache, CacheEntry, SignatureStats, logger
-from segcapture.callable.signature import Request, RequestReader
-from segcapture.callable.state import Modules, StateBefore, Weights
+from segcapture.callable.cache import Cache, CacheEntry, SignatureStats, logger
+from segcapture.callable.signature import Arguments, Request, RequestReader
+from segcapture.callable.state import Modules
 from segcapture.errors import CaptureFailedError, CaptureStateError
 from segcapture.exclusive import Exclusive
 from segcapture.thread import state, warn
@@ -127,13 +127,12 @@ class GraphedCallable:
         self.fn = fn
         self.name = name or getattr(fn, "__qualname__", type(fn).__qualname__).rpartition("<locals>.")[2]
         self._options = options
-        self._modules = Modules(fn, modules)
+        self._modules = Modules(fn, modules, watched=weights != "ignore")
         self._reader = RequestReader(fn, options, self._modules)
         self._cache = Cache(self.name, options)
         self._counts = dict.fromkeys(_COUNTED, 0)
         self._invalid = ""
         self._told: set[str] = set()
-        self._told_of_length = False
         self._exclusive = Exclusive()
         if not isinstance(fn, torch.nn.Module):
             functools.update_wrapper(self, fn, updated=())
@@ -211,8 +210,7 @@ class GraphedCallable:
 
     def _serve_exclusively(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._invalid:
-            reason = f"{self.name} was invalidated: {self._invalid}. Call clear() to capture again."
-            raise CaptureStateError(reason)
+            raise CaptureStateError(f"{self.name} was invalidated: {self._invalid}. Call clear() first.")
         try:
             request = self._reader.read(args, kwargs)
             entry = self._entry_for(request)
@@ -241,14 +239,14 @@ class GraphedCallable:
 
     def _refuse(self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """With these arguments nothing is captured or replayed."""
-        if isinstance(error, TooLongError):
-            if not self._told_of_length:
-                self._told_of_length = True
-                warn(f"{self.name} runs eagerly: {error}.")
-        elif self._options["on_error"] == "raise":
+        too_long = isinstance(error, TooLongError)
+        if self._options["on_error"] == "raise" and not too_long:
             raise error
-        elif str(error) not in self._told:
-            self._told.add(str(error))
+        told, what = len(self._told), "" if too_long else str(error)
+        self._told.add(what)
+        if len(self._told) > told and too_long:
+            warn(f"{self.name} runs eagerly: {error}.")
+        elif len(self._told) > told:
             logger.warning("%s runs eagerly with such arguments: %s", self.name, error)
         return self._plain(args, kwargs)
 
@@ -260,8 +258,8 @@ class GraphedCallable:
                 self._modules.look()
                 if self._options["weights"] == "raise":
                     raise CaptureFailedError(
-                        f"{change} after {self.name} was captured, which reads what was there. Update weights "
-                        f"in place (`weight.copy_(new)`), call clear(), or pass weights='recapture'."
+                        f"{change} after {self.name} was captured, which reads what was there. Update it in "
+                        f"place (`weight.copy_(new)`), call clear(), or pass weights='recapture'."
                     )
                 logger.info("%s: %s; %s is captured again", self.name, change, entry.name)
                 self._cache.drop(request.key)
@@ -271,46 +269,34 @@ class GraphedCallable:
             entry = self._cache.add(request, self._reader.describe(request))
         return entry
 
-    def _weights(self, request: Request) -> Weights | None:
-        """Those of the modules as they are now; None if nobody looks at them."""
-        if self._options["weights"] == "ignore":
-            return None
-        return self._modules.weights(request.args, request.kwargs)
-
-    def _before(self, request: Request, *, first: bool = False) -> Before:
-        """At the `first` call lazy modules may set themselves up."""
-        self._modules.look()
-        weights = None if first else self._weights(request)
-
-        def before(args: tuple[Any, ...], kwargs: dict[str, Any], copied: list[torch.Tensor]) -> StateBefore:
-            return StateBefore(self._reader.named(args, kwargs), copied, weights)
-
-        return before
-
     def _first_calls(self, entry: CacheEntry, request: Request) -> Any:
         """Warm up or capture."""
         warms_up = entry.warmups < self._options["warmup"]
         what = "warmups" if warms_up else "captures"
         eager = self._options["on_error"] == "eager"
-        before = self._before(request, first=warms_up and entry.warmups == 0)
+        self._modules.look()
+        # At the first call lazy modules may set themselves up.
+        weights = None if warms_up and entry.warmups == 0 else self._modules.weights(request.arguments)
         problem: Exception | None = None
         try:
             if warms_up:
-                out, problem = entry.warm_up(self.fn, request, before)
+                out, problem = entry.warm_up(self.fn, request, weights)
             else:
-                out = entry.capture_call(self.fn, request, before, self._options["clone_outputs"])
+                out = entry.capture_call(self.fn, request, weights, self._options["clone_outputs"])
         except Exception as error:
             self._counts["failures"] += not warms_up
             # A warm-up is the call itself, but for one on padded copies.
             if not eager or (warms_up and not (request.padded and isinstance(error, CaptureFailedError))):
                 raise
-            out = self.fn(*request.args, **request.kwargs)  # an error of the function itself comes again
+            out = self.fn(
+                *request.arguments[0], **request.arguments[1]
+            )  # an error of the function itself comes again
             what, problem = "eager", error
         self._counts[what] += 1
         if what != "eager":
             self._cache.ran(entry, request)
         if what == "captures":
-            entry.weights = self._weights(request)
+            entry.weights = self._modules.weights(request.arguments)
             logger.debug("%s: captured %s", self.name, entry.name)
         if problem is not None:
             if not eager:
@@ -322,12 +308,7 @@ class GraphedCallable:
 
     # What else a user does with the captures
 
-    def precapture(
-        self,
-        sizes: Sequence[Any] | None = None,
-        *,
-        inputs: Callable[[Any], tuple[Any, ...] | dict[str, Any]],
-    ) -> None:
+    def precapture(self, sizes: Sequence[Any] | None = None, *, inputs: Callable[[Any], Any]) -> None:
         """Capture before the first request: call the function for each size, the largest first.
 
         The function runs `warmup` times and once more for each size, as in any calls, so reset what
@@ -355,7 +336,7 @@ class GraphedCallable:
             for _ in range(self._options["warmup"] + 1):
                 self(*args, **kwargs)
 
-    def static_arguments(self, /, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def static_arguments(self, /, *args: Any, **kwargs: Any) -> Arguments:
         """The arguments of a call with the static inputs in place of its tensors.
 
         Write into those and pass them: what already is in the static input is not copied.
@@ -398,7 +379,7 @@ class GraphedCallable:
 
 
 class BoundMethods(dict[GraphedCallable, GraphedCallable]):
-    """What an instance holds for its decorated methods. Copies and pickles of the instance get an empty one."""
+    """What an instance holds for its decorated methods. Copies and pickles of it get an empty one."""
 
     owner: Any = None
 

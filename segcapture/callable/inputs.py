@@ -88,7 +88,7 @@ class StaticInputs:
         for tensor, pointer in zip(request.tensors, self._pointers, strict=True):
             if tensor.data_ptr() != pointer and self.holds(tensor):
                 raise CaptureFailedError(
-                    "An argument is the static input of another one, which this call overwrites: pass a clone."
+                    "An argument is the static input of another, which this call overwrites: pass a clone of it."
                 )
 
     def fill(self, request: Request) -> None:

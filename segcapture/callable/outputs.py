@@ -2,15 +2,14 @@
 
 import copy
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
 
 from segcapture.callable.bucket import Bucket
-from segcapture.callable.inputs import StaticInputs
-from segcapture.callable.signature import Request, weak
-from segcapture.capture import BreakableCUDAGraphCapture
+from segcapture.callable.inputs import OwnTensor, StaticInputs
+from segcapture.callable.signature import Arguments, Request, weak
 from segcapture.errors import CaptureFailedError
 from segcapture.tensors import cannot_be_copied, storage_id
 from segcapture.trees import (
@@ -32,8 +31,14 @@ class Template:
     """
 
     def __init__(self, places: Sequence[Place], whole: Sequence[bool]) -> None:
-        at = [i if place.same_as < 0 else place.same_as for i, place in enumerate(places)]
         self._copied: list[tuple[int, list[tuple[Any, int]]]] = []
+        self._tuples: list[tuple[int, list[int]]] = []  # those that are in others before those
+        first: dict[int, int] = {}
+        shared = [
+            not all_ and (p.is_container or isinstance(p.value, torch.Tensor))
+            for p, all_ in zip(places, whole, strict=True)
+        ]
+        at = [first.setdefault(id(p.value), i) if shared[i] else i for i, p in enumerate(places)]
         tuples: dict[int, list[int]] = {}
         for i, place in enumerate(places):
             if place.inside is None or whole[i]:
@@ -42,14 +47,13 @@ class Template:
                 tuples[i] = [at[k] for k in place.inside]
             else:
                 self._copied.append((i, [(places[k].key, at[k]) for k in place.inside]))
-        self._tuples: list[tuple[int, list[int]]] = []  # those that are in others before those
         while tuples:
             ready = {i: items for i, items in tuples.items() if tuples.keys().isdisjoint(items)}
             self._tuples += ready.items()
             tuples = {i: items for i, items in tuples.items() if i not in ready}
 
     def make(self, values: list[Any]) -> Any:
-        """The value, from what stands in each place, the old containers among that. They are replaced there."""
+        """The value, from what is in each place (for a tensor in several, in the first). Replaces them there."""
         for i, _ in self._copied:
             values[i] = copy.copy(values[i])  # before their items, which may lead back here
         for i, items in self._tuples:
@@ -61,21 +65,22 @@ class Template:
         return values[0]
 
 
-def with_tensors(request: Request, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def with_tensors(request: Request, tensors: Sequence[torch.Tensor]) -> Arguments:
     """The arguments of a call with others in place of its tensors. Objects stay themselves."""
     new = {id(tensor): tensors[i] for i, tensor in enumerate(request.tensors)}
-    places = flatten((request.args, request.kwargs))
-    whole = _below(places, [is_plain_object(place.value) for place in places])
-    values = [p.value if whole[i] else new.get(id(p.value), p.value) for i, p in enumerate(places)]
-    made: tuple[tuple[Any, ...], dict[str, Any]] = Template(places, whole).make(values)
+    places = flatten(request.arguments)
+    whole = _all_of(places, {i for i, place in enumerate(places) if is_plain_object(place.value)})
+    values = [new.get(id(place.value), place.value) for place in places]
+    made: Arguments = Template(places, whole).make(values)
     return made
 
 
-def _below(places: Sequence[Place], chosen: list[bool]) -> list[bool]:
+def _all_of(places: Sequence[Place], chosen: Collection[int]) -> list[bool]:
     """Of each place, whether it is chosen or in one that is."""
+    found: list[bool] = []
     for i, place in enumerate(places):
-        chosen[i] = chosen[i] or (place.parent >= 0 and chosen[place.parent])
-    return chosen
+        found.append(i in chosen or (i > 0 and found[place.parent]))
+    return found
 
 
 class CallOutputs:
@@ -95,88 +100,52 @@ class CallOutputs:
         inputs: StaticInputs,
         request: Request,
         bucket: Bucket | None,
-        capture: BreakableCUDAGraphCapture,
+        capture: Any,
         clone: bool,
     ) -> None:
-        self.out: Any = out
-        self.clone = clone
-        live = capture.num_eager_breaks > 0
+        self.out, self.clone = out, clone
         places = flatten(out)
-        values = [place.value for place in places]
-        cuts = {}
-        if bucket is not None and bucket.out is not None:
-            size = next(iter(request.padded.values())).size
-            cuts = bucket.find_cuts(places, size)
+        self._places = places if capture.num_eager_breaks else None  # else nobody changes it
+        self._values = [place.value for place in places]
+        sizes = [padding.size for padding in request.padded.values()]
+        cuts = bucket.find_cuts(places, sizes[0]) if bucket is not None and sizes else {}
+        _check_no_hidden_tensor(places, inputs, capture.storages if clone else list)
+        objects = {i for i, value in enumerate(self._values) if is_plain_object(value)}
         # An object among the arguments is the call's own, not a result.
-        own = {id(value) for value in request.objects}
-        arguments = _below(places, [is_plain_object(v) and id(v) in own for v in values])
-        self._check_no_hidden_tensor(places, arguments, inputs, capture)
-        self._tensors: list[torch.Tensor] = []
-        """Those that are handed out, each once."""
-        self._cuts: list[int | None] = []
-        self._made: list[tuple[int, int]] = []
-        """Places, and which of the tensors is there."""
-        self._own: list[tuple[int, Any]] = []
+        arguments = {i for i in objects if any(self._values[i] is value for value in request.objects)}
+        without = {i for i in objects if next(tensors_in(self._values[i]), None) is None}
+        whole = _all_of(places, arguments | without)
+        self._own: list[tuple[int, OwnTensor]] = []
         """Places where a tensor of the call is, and how to get it."""
-        known: dict[int, int] = {}
-        for i, tensor in enumerate(values):
-            if not isinstance(tensor, torch.Tensor) or arguments[i]:
+        made: dict[int, int] = {}
+        for i, tensor in enumerate(self._values):
+            if not isinstance(tensor, torch.Tensor) or whole[i]:
                 continue
             if (own_of := inputs.own_of(tensor)) is not None:
                 self._own.append((i, own_of))
-                continue
-            index = known.setdefault(id(tensor), len(self._tensors))
-            if index == len(self._tensors):
-                self._tensors.append(tensor)
-                self._cuts.append(cuts.get(id(tensor)))
-            self._made.append((i, index))
-        self._is_cut = bool(cuts)
+            else:
+                made.setdefault(id(tensor), i)
+        self._made = list(made.values())
+        """The first places of the other tensors."""
+        self._tensors: list[torch.Tensor] = [self._values[i] for i in self._made]
+        self._cuts = [cuts.get(id(tensor)) for tensor in self._tensors] if cuts else None
         dense = [tensor for tensor in self._tensors if not cannot_be_copied(tensor)]
         self._at_once = len(dense) == len(self._tensors) > 1
         # With clones nothing of them is in a caller's hands.
         self._lent = frozenset() if clone else frozenset(map(storage_id, dense))
         self.nbytes = sum({storage_id(tensor): tensor.nbytes for tensor in dense}.values())
         """Bytes of the outputs, inputs among them left out."""
-
-        unchanged = [is_plain_object(v) and next(tensors_in(v), None) is None for v in values]
-        whole = [a or b for a, b in zip(arguments, _below(places, unchanged), strict=True)]
         self._template = Template(places, whole)
-        self._places = places if live else None
-        self._values = values
         self._arguments: list[tuple[int, Any]] = []
-        if not live:
-            self._detach(places, arguments)
-
-    def _detach(self, places: Sequence[Place], arguments: Sequence[bool]) -> None:
-        """Keep containers that nobody else changes, and objects of the call weakly."""
-        for i, place in enumerate(places):
-            if not arguments[i]:
-                continue
-            if place.parent < 0 or not arguments[place.parent]:
-                self._arguments.append((i, weak(place.value) or functools.partial(_itself, place.value)))
-            self._values[i] = None
-        self.out = self._template.make(self._values)
-
-    def _check_no_hidden_tensor(
-        self,
-        places: Sequence[Place],
-        arguments: Sequence[bool],
-        inputs: StaticInputs,
-        capture: BreakableCUDAGraphCapture,
-    ) -> None:
-        def is_ours(tensor: torch.Tensor) -> bool:
-            if inputs.holds(tensor) or not self.clone or cannot_be_copied(tensor):
-                return inputs.holds(tensor)
-            address = tensor.data_ptr()
-            return any(s.data_ptr() <= address < s.data_ptr() + s.nbytes() for s in capture.storages())
-
-        for place, in_argument in zip(places, arguments, strict=True):
-            if not in_argument and (what := hidden_tensor(place, is_ours)):
-                raise CaptureFailedError(
-                    f"The function returned a {type(place.value).__qualname__} at `{place.path}` that holds a "
-                    f"tensor of the capture where no copy can replace it: {what}. Return it in a tuple, list, "
-                    f"dict or dataclass."
-                )
+        if self._places is None:
+            # Objects of the call are held weakly, and containers as they are now.
+            self._arguments = [
+                (i, weak(self._values[i]) or functools.partial(_itself, self._values[i])) for i in arguments
+            ]
+            self._values = [
+                None if i in arguments or (i and whole[p.parent]) else p.value for i, p in enumerate(places)
+            ]
+            self.out = self._template.make(self._values)
 
     def check_free(self, request: Request, written: Iterable[int]) -> None:
         """Raise CaptureFailedError if a call writes to, or gets back, an output that it passes.
@@ -209,8 +178,8 @@ class CallOutputs:
         """The outputs of the replay that just ran, for a call."""
         values = self._values.copy()
         made = self._copies(request.length)
-        for i, index in self._made:
-            values[i] = made[index]
+        for i, tensor in zip(self._made, made, strict=True):
+            values[i] = tensor
         for i, own_of in self._own:
             values[i] = own_of(request.tensors)
         for i, argument in self._arguments:
@@ -219,7 +188,7 @@ class CallOutputs:
 
     def _copies(self, length: int) -> list[torch.Tensor]:
         found = self._tensors
-        if self._is_cut:
+        if self._cuts is not None:
             pairs = zip(found, self._cuts, strict=True)
             found = [t if dim is None else t.narrow(dim, 0, length) for t, dim in pairs]
         if not self.clone:
@@ -229,6 +198,24 @@ class CallOutputs:
         made = [torch.empty_like(tensor) for tensor in found]
         torch._foreach_copy_(made, found)
         return made
+
+
+def _check_no_hidden_tensor(
+    places: Sequence[Place], inputs: StaticInputs, storages: Callable[[], Iterable[torch.UntypedStorage]]
+) -> None:
+    def is_ours(tensor: torch.Tensor) -> bool:
+        if inputs.holds(tensor) or cannot_be_copied(tensor):
+            return inputs.holds(tensor)
+        at = tensor.data_ptr()
+        return any(s.data_ptr() <= at < s.data_ptr() + s.nbytes() for s in storages())
+
+    for place in places:
+        if what := hidden_tensor(place, is_ours):
+            raise CaptureFailedError(
+                f"The function returned a {type(place.value).__qualname__} at `{place.path}` that holds a tensor "
+                f"of the capture where no copy can replace it: {what}. Return it in a tuple, list, dict or "
+                f"dataclass."
+            )
 
 
 def _itself(value: Any) -> Any:

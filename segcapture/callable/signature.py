@@ -21,6 +21,8 @@ _PLAIN = frozenset(PLAIN)
 _VARIABLE = inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD)
 _ALIGNMENT = 16  # bytes: what kernels that read whole words ask of addresses and rows
 
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
 Words = Mapping[str, Mapping[str, str]]
 """A call in words: what is in each place, by aspect."""
 
@@ -66,7 +68,8 @@ class Request:
     """One call, read: what is compared of it, and the tensors that are copied.
 
     Args:
-        args, kwargs: The arguments.
+        arguments: By position and by name.
+        names: Of the parameters that may be passed by position.
         ordered: Whether the order of keywords makes a difference: the function sees it in its `**kwargs`.
         paddings: How tensors are padded, by their id.
 
@@ -85,13 +88,10 @@ class Request:
     """What the user's `key` returned."""
 
     def __init__(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        ordered: bool,
-        paddings: Mapping[int, Padding],
+        self, arguments: Arguments, names: Sequence[str], ordered: bool, paddings: Mapping[int, Padding]
     ) -> None:
-        self.args, self.kwargs = args, kwargs
+        self.arguments, self._names, self._paddings = arguments, names, paddings
+        args, kwargs = arguments
         self.tensors: list[torch.Tensor] = []
         """Each once, gradients of others among them."""
         self.gradients: dict[int, int] = {}
@@ -103,9 +103,9 @@ class Request:
         """What is compared by identity and used where it is."""
         self.parts: list[Any] = [len(args)]
         """What is compared, flattened."""
-        self._paddings = paddings
         self._positions: dict[int, int] = {}
         self._containers: dict[int, int] = {}
+        self._met = 0
         self._in_place: set[int] = set()  # storages of the tensors in objects
         for value in args:
             self._visit(value)
@@ -123,31 +123,30 @@ class Request:
                 "copied, and objects are used as they are: pass it in the object alone."
             )
 
+    def named(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:
+        """Arguments with the names that the function gives them."""
+        return _named(args, kwargs, self._names)
+
     def check_can_be_captured(self) -> None:
         """Raise CaptureFailedError for arguments that require grad where no replay can serve them."""
         found = [tensor for tensor in self.tensors if tensor.requires_grad]
         if found and (self.ambient.grad or (len(found) > 1 and not all(tensor.is_leaf for tensor in found))):
             raise CaptureFailedError(
-                "An argument requires grad: a replay makes no autograd graph, and lets no gradient flow between "
-                "arguments. Call it under `torch.no_grad()` or `torch.inference_mode()`, or pass it detached; "
-                "one of several that was computed, as `x.detach().requires_grad_()`."
+                "An argument requires grad: a replay makes no autograd graph, and no gradient flows between "
+                "arguments. Call it under `torch.no_grad()` or `torch.inference_mode()`, or pass it detached "
+                "(of several, one that was computed as `x.detach().requires_grad_()`)."
             )
 
     def _visit(self, value: Any) -> None:
         kind = type(value)
-        parts = self.parts
         if isinstance(value, torch.Tensor):
             self._tensor(value)
         elif kind in _PLAIN or kind is slice or kind is set or kind is frozenset:
-            parts.append(_typed(value))
-        elif kind is tuple:
-            parts += (kind, len(value))
-            for item in value:
-                self._visit(item)
-        elif id(value) in self._containers:
-            parts += ("again", self._containers[id(value)])
+            self.parts.append(_typed(value))
+        elif (first := self._containers.setdefault(id(value), len(self._containers))) < self._met:
+            self.parts += ("again", first)
         else:
-            self._containers[id(value)] = len(self._containers)
+            self._met += 1
             self._container(kind, value)
 
     def _tensor(self, tensor: torch.Tensor) -> None:
@@ -183,7 +182,7 @@ class Request:
 
     def _container(self, kind: type, value: Any) -> None:
         parts = self.parts
-        if kind is list:
+        if kind is tuple or kind is list:
             parts += (kind, len(value))
             for item in value:
                 self._visit(item)
@@ -216,8 +215,8 @@ class Request:
             for place in flatten(item, f".{name}"):
                 if isinstance(place.value, torch.Tensor):
                     raise CaptureFailedError(
-                        f"An argument is a {kind.__qualname__} that has a tensor at `{place.path}`, which is "
-                        f"no item or field of it and is not copied. Make it one, or pass the tensor by itself."
+                        f"An argument is a {kind.__qualname__} that has a tensor at `{place.path}`, which is no "
+                        f"item or field of it and is not copied: make it one, or pass the tensor by itself."
                     )
                 self.parts += (place.path, _in_place(place))
 
@@ -355,8 +354,8 @@ class RequestReader:
         paddings: dict[int, Padding] = {}
         places = length = 0
         if self._bucket is not None:
-            paddings, places, length = self._bucket.find(self.named(args, kwargs))
-        request = Request(args, kwargs, self._ordered, paddings)
+            paddings, places, length = self._bucket.find(_named(args, kwargs, self._names))
+        request = Request((args, kwargs), self._names, self._ordered, paddings)
         request.length = length
         if request.padded_places != places:
             raise CaptureFailedError(
@@ -383,23 +382,17 @@ class RequestReader:
         request.key = (tuple(request.parts), request.overlaps, ambient, training, extra)
         return request
 
-    def named(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:
-        """The arguments with the names that the function gives them."""
-        names = self._names
-        positional = [(names[i] if i < len(names) else f"args[{i}]", value) for i, value in enumerate(args)]
-        return [*positional, *sorted(kwargs.items())]
-
     def describe(self, request: Request) -> Words:
         """The signature of a call in words, to be compared with another call's."""
         words: dict[str, dict[str, str]] = {}
         paths: dict[int, str] = {}
         sizes = {id(request.tensors[i]): padding for i, padding in request.padded.items()}
-        for name, value in self.named(request.args, request.kwargs):
+        for name, value in request.named(*request.arguments):
             for place in flatten(value, name):
                 words[place.path] = _in_words(place, sizes.get(id(place.value)))
                 if isinstance(place.value, torch.Tensor):
                     words[place.path]["is"] = paths.setdefault(id(place.value), place.path)
-            words[name]["passed"] = f"by {'keyword' if name in request.kwargs else 'position'}"
+            words[name]["passed"] = f"by {'keyword' if name in request.arguments[1] else 'position'}"
         for overlap in request.overlaps:
             found = [paths.get(id(request.tensors[i]), "a gradient") for i in overlap.positions]
             for path in found:
@@ -415,6 +408,11 @@ class RequestReader:
         given = (tensor.device for tensor in tensors if tensor.device.type != "cpu")
         read = (weight.device for module in self._modules.roots for weight in module.parameters())
         return next(itertools.chain(given, read), torch.device("cpu"))
+
+
+def _named(args: Sequence[Any], kwargs: Mapping[str, Any], names: Sequence[str]) -> list[tuple[str, Any]]:
+    positional = [(names[i] if i < len(names) else f"args[{i}]", value) for i, value in enumerate(args)]
+    return [*positional, *sorted(kwargs.items())]
 
 
 # Words
@@ -476,7 +474,5 @@ def explain(new: Words, others: Sequence[tuple[str, Words]]) -> str:
     name, found = min(((name, difference(new, old)) for name, old in others), key=lambda pair: len(pair[1]))
     more = f"; and {len(found) - 3} more" if len(found) > 3 else ""
     # These are not in the words.
-    hidden = (
-        "addresses, strides, a `.grad`, the order of keywords, or `training` of a module inside of another"
-    )
+    hidden = "an address, a stride, a `.grad`, the order of keywords, or `training` inside of a module"
     return f"nearest to {name}, which differs in {'; '.join(found[:3]) + more if found else hidden}"

@@ -21,8 +21,8 @@ _KEPT = ("_parameters", "_modules", "_forward_pre_hooks", "_forward_hooks")
 class Modules:
     """The modules that a function reads: those that are seen in it, those that are given, and all in them."""
 
-    def __init__(self, fn: Callable[..., Any], given: Sequence[nn.Module]) -> None:
-        self._fn, self._given = fn, given
+    def __init__(self, fn: Callable[..., Any], given: Sequence[nn.Module], *, watched: bool) -> None:
+        self._fn, self._given, self._watched = fn, given, watched
         self.roots: list[nn.Module] = []
         self._all: list[nn.Module] | None = None
 
@@ -37,10 +37,10 @@ class Modules:
             self.look()
         return training_flags(self._all or [])
 
-    def weights(self, *arguments: Any) -> "Weights":
-        """Their weights, and those of the modules among the arguments, as they are now."""
+    def weights(self, arguments: Any) -> "Weights | None":
+        """Their weights, and those of the modules among the arguments, as they are now; None if not watched."""
         among = [place.value for place in flatten(arguments) if isinstance(place.value, nn.Module)]
-        return Weights(with_children([*(self._all or ()), *among]))
+        return Weights(with_children([*(self._all or ()), *among])) if self._watched else None
 
 
 def _modules_of(fn: Callable[..., Any]) -> list[nn.Module]:
@@ -112,13 +112,10 @@ class Weights:
 
 
 def _has_address(value: Any) -> bool:
-    if not isinstance(value, torch.Tensor):
-        return False
     try:
-        value.data_ptr()
-    except (RuntimeError, ValueError):  # a wrapper subclass; a lazy parameter
+        return isinstance(value, torch.Tensor) and not value.is_nested and value.data_ptr() is not None
+    except (RuntimeError, ValueError):  # sparse, a wrapper subclass, a lazy parameter
         return False
-    return True
 
 
 class StateBefore:
@@ -135,7 +132,7 @@ class StateBefore:
     ) -> None:
         self._arguments, self._copied, self._weights = arguments, copied, weights
         self._values = self._now()
-        self._views = {path: view for path, value in self._values.items() if (view := _view_of(value))}
+        self._views = {path: View.of(value) for path, value in self._values.items() if _has_address(value)}
         self._gradients = list(map(_gradient, copied))
 
     def _now(self) -> dict[str, Any]:
@@ -175,21 +172,14 @@ class StateBefore:
             out = place.value
             if isinstance(out, torch.Tensor) and (out.grad_fn is not None or (grad and out.requires_grad)):
                 raise CaptureFailedError(
-                    f"The function returned a tensor that requires grad at `{place.path}`, and a replay makes "
-                    f"no autograd graph. Call it under `torch.no_grad()` or `torch.inference_mode()`; or do "
+                    f"The function returned a tensor that requires grad at `{place.path}`, and a replay "
+                    f"makes no autograd graph. Call it under `torch.no_grad()` or `torch.inference_mode()`; or do "
                     f"the whole training step in it and return detached tensors."
                 )
 
 
 def _differ(old: Any, new: Any) -> bool:
     return old is not new and not (type(old) is type(new) and type(old) in PLAIN and old == new)
-
-
-def _view_of(value: Any) -> View | None:
-    """The view that a tensor with memory is; None for all else."""
-    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.is_nested:
-        return None
-    return View.of(value) if _has_address(value) else None
 
 
 def _gradient(tensor: torch.Tensor) -> torch.Tensor | None:
