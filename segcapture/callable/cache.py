@@ -4,7 +4,7 @@ import functools
 import itertools
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from segcapture.callable.bucket import Bucket
 from segcapture.callable.inputs import StaticInputs
 from segcapture.callable.outputs import CallOutputs, with_tensors
-from segcapture.callable.signature import Arguments, Request, Words, difference, explain, summary, weak
+from segcapture.callable.signature import Arguments, Request, Words, difference, explain, named, summary, weak
 from segcapture.callable.state import StateBefore, Weights
 from segcapture.capture import BreakableCUDAGraphCapture
 from segcapture.errors import CaptureFailedError
@@ -88,7 +88,7 @@ class CacheEntry:
                 inputs.copy_back(request)
                 out = outputs.collect(request)
             else:
-                state = StateBefore(request.named(*request.arguments), request.tensors, weights)
+                state = StateBefore(named(*request.arguments, request.names), request.tensors, weights)
                 out = fn(*request.arguments[0], **request.arguments[1])
                 try:
                     state.check(flatten(out), request.ambient.grad)
@@ -122,7 +122,7 @@ class CacheEntry:
         """Run the function on static inputs."""
         inputs = StaticInputs(request)
         args, kwargs = with_tensors(request, inputs.tensors)
-        state = StateBefore(request.named(args, kwargs), inputs.tensors, weights)
+        state = StateBefore(named(args, kwargs, request.names), inputs.tensors, weights)
         with around:
             out = fn(*args, **kwargs)
         state.check(flatten(out), request.ambient.grad)
@@ -195,14 +195,18 @@ class Cache:
         self._name, self._options, self._limit = name, options, options["max_captures"]
         self._for_captures = {option: options[option] for option in _OF_A_CAPTURE}
         breaks = options["breaks"]
+        self._missing, self._called = frozenset[str](), set[str]()
         if breaks is not None and not callable(breaks) and not isinstance(breaks, str):
-            self._for_captures["breaks"] = BreakNames(breaks)
+            # A capture refuses names that it does not meet; here others may.
+            self._missing = frozenset(breaks)
+            self._for_captures["breaks"] = functools.partial(_is_one_of, self._missing, self._called)
         self._entries: OrderedDict[Hashable, CacheEntry] = OrderedDict()
         self._pools: dict[torch.device, Any] = {}
         self._names = (f"#{i}" for i in itertools.count(1))
         self._dead: list[Hashable] = []
         """Signatures with an object that has died."""
-        self._latest: CacheEntry | None = None
+        self.latest: CacheEntry | None = None
+        """The newest. Without it a new one is no reason to warn."""
         self._in_a_row = 0
         self._warned = False
         self.evictions = 0
@@ -245,7 +249,7 @@ class Cache:
 
     def _warn_of_many(self, entry: CacheEntry) -> None:
         """Say once that each call brings a new signature, and what the two last ones differ in."""
-        before, self._latest = self._latest, entry
+        before, self.latest = self.latest, entry
         if before is None or before.calls > 1:
             self._in_a_row = 0
             return
@@ -255,21 +259,20 @@ class Cache:
             found = difference(entry.words, before.words)
             what = "; ".join(found[:3]) or entry.why()
             warn(
-                f"{self._name} was called with {self._in_a_row + 1} new signatures in a row, none of them "
-                f"twice, and captures each. The newest differs from the one before in {what}. Pass a value that "
-                f"changes as a tensor, and pad sizes that change, with `bucket=Bucket(...)`."
+                f"{self._name} was called with {self._in_a_row + 1} new signatures in a row, none "
+                f"twice, and captures each. The newest differs from the one before in {what}. Pass a value "
+                f"that changes as a tensor, and pad sizes that change, with `bucket=Bucket(...)`."
             )
-
-    def expect_new(self) -> None:
-        """The next signature will be a new one, and no reason to warn."""
-        self._latest = None
 
     def ran(self, entry: CacheEntry, request: Request) -> None:
         """An entry has warmed up or captured: others share its pool, and there may be too many captures."""
         self._pools.setdefault(request.device, entry.capture.pool)
-        breaks = self._for_captures["breaks"]
-        if entry.captured and isinstance(breaks, BreakNames):
-            breaks.tell_missing(self._name)
+        if entry.captured and (missing := self._missing - self._called):
+            self._missing = frozenset()  # said once
+            text = (
+                "%s: breaks names %s, and no decorated function of that name was called yet; called were: %s"
+            )
+            logger.warning(text, self._name, sorted(missing), sorted(self._called) or "none")
         captured = [key for key, other in self._entries.items() if other.captured]
         for key in captured[: max(0, len(captured) - self._limit)]:
             self._evict(key)
@@ -286,8 +289,8 @@ class Cache:
 
     def clear(self) -> None:
         """Free everything, the pools too."""
-        for key in list(self._entries):
-            self.drop(key)
+        self._dead += self._entries
+        self.drop_dead()
         self._pools.clear()
 
     def pool_bytes(self) -> int:
@@ -301,26 +304,9 @@ class Cache:
         self.drop(key)
 
 
-class BreakNames:
-    """A predicate on the names of breaks. A capture refuses names that it does not meet; others may here."""
-
-    def __init__(self, names: Iterable[str]) -> None:
-        self._names, self._called, self._told = frozenset(names), set[str](), False
-
-    def __call__(self, name: str) -> bool:
-        self._called.add(name)
-        return name in self._names
-
-    def tell_missing(self, title: str) -> None:
-        """Say once in the log which names no function had that was called so far."""
-        missing = ", ".join(map(repr, sorted(self._names - self._called)))
-        if missing and not self._told:
-            self._told = True
-            called = ", ".join(map(repr, sorted(self._called))) or "none"
-            text = (
-                "%s: breaks names %s, and no decorated function of that name was called yet; called were: %s"
-            )
-            logger.warning(text, title, missing, called)
+def _is_one_of(names: frozenset[str], called: set[str], name: str) -> bool:
+    called.add(name)
+    return name in names
 
 
 def _append(keys: list[Hashable], key: Hashable, dead: object) -> None:

@@ -332,7 +332,7 @@ class GraphedCallable:
             if not isinstance(given, tuple | dict):
                 raise TypeError(f"inputs takes a function that returns a tuple or dict, got {type(given)}")
             args, kwargs = ((), given) if isinstance(given, dict) else (given, {})
-            self._cache.expect_new()
+            self._cache.latest = None
             for _ in range(self._options["warmup"] + 1):
                 self(*args, **kwargs)
 

@@ -88,7 +88,7 @@ class StaticInputs:
         for tensor, pointer in zip(request.tensors, self._pointers, strict=True):
             if tensor.data_ptr() != pointer and self.holds(tensor):
                 raise CaptureFailedError(
-                    "An argument is the static input of another, which this call overwrites: pass a clone of it."
+                    "An argument is the static input of another, which the call overwrites: pass a clone."
                 )
 
     def fill(self, request: Request) -> None:

@@ -53,7 +53,7 @@ class Template:
             tuples = {i: items for i, items in tuples.items() if i not in ready}
 
     def make(self, values: list[Any]) -> Any:
-        """The value, from what is in each place (for a tensor in several, in the first). Replaces them there."""
+        """The value, from what is in each place (of a tensor in several, in the first), and is replaced there."""
         for i, _ in self._copied:
             values[i] = copy.copy(values[i])  # before their items, which may lead back here
         for i, items in self._tuples:

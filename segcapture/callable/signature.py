@@ -90,7 +90,7 @@ class Request:
     def __init__(
         self, arguments: Arguments, names: Sequence[str], ordered: bool, paddings: Mapping[int, Padding]
     ) -> None:
-        self.arguments, self._names, self._paddings = arguments, names, paddings
+        self.arguments, self.names, self._paddings = arguments, names, paddings
         args, kwargs = arguments
         self.tensors: list[torch.Tensor] = []
         """Each once, gradients of others among them."""
@@ -122,10 +122,6 @@ class Request:
                 "An argument shares memory with a tensor in an object among the arguments. Arguments are "
                 "copied, and objects are used as they are: pass it in the object alone."
             )
-
-    def named(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:
-        """Arguments with the names that the function gives them."""
-        return _named(args, kwargs, self._names)
 
     def check_can_be_captured(self) -> None:
         """Raise CaptureFailedError for arguments that require grad where no replay can serve them."""
@@ -189,8 +185,8 @@ class Request:
             return
         content = children(value)
         if content is None:
-            parts += (kind, _value_or_identity(value))
-            if isinstance(parts[-1], Identity):
+            parts.append(_typed(value))
+            if isinstance(parts[-1][1], Identity):
                 self.objects.append(value)
             if isinstance(value, torch.nn.Module):
                 parts.append(training_flags(with_children([value])))
@@ -215,40 +211,33 @@ class Request:
             for place in flatten(item, f".{name}"):
                 if isinstance(place.value, torch.Tensor):
                     raise CaptureFailedError(
-                        f"An argument is a {kind.__qualname__} that has a tensor at `{place.path}`, which is no "
+                        f"An argument is a {kind.__qualname__} with a tensor at `{place.path}`, which is no "
                         f"item or field of it and is not copied: make it one, or pass the tensor by itself."
                     )
                 self.parts += (place.path, _in_place(place))
 
 
-def _typed(value: Any) -> Hashable:
+def _typed(value: Any) -> tuple[type, Any]:
     """A value that equals another of the same types alone, also inside: 1 is not 1.0, nor True."""
     kind = type(value)
-    if kind is float or kind is complex:
-        return kind, repr(value)  # 0.0 is not -0.0, and nan is nan
+    if isinstance(value, float | complex):  # 0.0 is not -0.0, nan is nan, and a class may print as it likes
+        return kind, (float if isinstance(value, float) else complex).__repr__(value)
     if kind in _PLAIN:
         return kind, value
     if kind in (tuple, set, frozenset):
         return kind, tuple(map(_typed, value))  # the order of a set shows when it is walked
     if kind is slice:
         return kind, _typed((value.start, value.stop, value.step))
-    return kind, _value_or_identity(value)
-
-
-def _value_or_identity(value: Any) -> Hashable:
-    if isinstance(value, float | complex):  # of a class of its own, which may print as it likes
-        return (float if isinstance(value, float) else complex).__repr__(value)
-    equal: Any = type(value).__eq__
-    if equal is object.__eq__ or isinstance(value, torch.Tensor):
-        return Identity(value)
+    if kind.__eq__ is object.__eq__ or isinstance(value, torch.Tensor):
+        return kind, Identity(value)
     try:
         hash(value)
     except TypeError:
         raise CaptureFailedError(
-            f"An argument is a {type(value).__qualname__}, which has no hash, so that no other call can be "
-            f"compared with this one. Pass a tensor, or a hashable value."
+            f"An argument is a {kind.__qualname__}, which has no hash, so that no other call can be compared "
+            f"with this one. Pass a tensor, or a hashable value."
         ) from None
-    return value  # type: ignore[no-any-return]
+    return kind, value
 
 
 def _in_place(place: Place) -> Any:
@@ -336,11 +325,11 @@ class RequestReader:
         except (TypeError, ValueError):  # some builtins have none
             parameters = [_VARIABLE]
         self._names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-        named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        by_name = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         self._ordered = any(p.kind is p.VAR_KEYWORD for p in parameters)
         self._ambient: Ambient | None = None
         if self._bucket is not None and not self._ordered:
-            self._bucket.check_names([*self._names, *named])
+            self._bucket.check_names([*self._names, *by_name])
 
     def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Request:
         """The call and its signature.
@@ -354,7 +343,7 @@ class RequestReader:
         paddings: dict[int, Padding] = {}
         places = length = 0
         if self._bucket is not None:
-            paddings, places, length = self._bucket.find(_named(args, kwargs, self._names))
+            paddings, places, length = self._bucket.find(named(args, kwargs, self._names))
         request = Request((args, kwargs), self._names, self._ordered, paddings)
         request.length = length
         if request.padded_places != places:
@@ -387,7 +376,7 @@ class RequestReader:
         words: dict[str, dict[str, str]] = {}
         paths: dict[int, str] = {}
         sizes = {id(request.tensors[i]): padding for i, padding in request.padded.items()}
-        for name, value in request.named(*request.arguments):
+        for name, value in named(*request.arguments, self._names):
             for place in flatten(value, name):
                 words[place.path] = _in_words(place, sizes.get(id(place.value)))
                 if isinstance(place.value, torch.Tensor):
@@ -410,7 +399,8 @@ class RequestReader:
         return next(itertools.chain(given, read), torch.device("cpu"))
 
 
-def _named(args: Sequence[Any], kwargs: Mapping[str, Any], names: Sequence[str]) -> list[tuple[str, Any]]:
+def named(args: Sequence[Any], kwargs: Mapping[str, Any], names: Sequence[str]) -> list[tuple[str, Any]]:
+    """Arguments with the names that the function gives them."""
     positional = [(names[i] if i < len(names) else f"args[{i}]", value) for i, value in enumerate(args)]
     return [*positional, *sorted(kwargs.items())]
 
@@ -441,13 +431,9 @@ def _short(text: str) -> str:
 
 def summary(words: Words) -> str:
     """The tensors and values of a call in words."""
-    parts = []
-    for path, aspects in words.items():
-        if "shape" in aspects:
-            parts.append(f"{path} {aspects['dtype']} {aspects['shape']}")
-        elif "value" in aspects:
-            parts.append(f"{path}={aspects['value']}")
-    return ", ".join(parts) or "no arguments"
+    tensors = {path: f"{path} {a['dtype']} {a['shape']}" for path, a in words.items() if "shape" in a}
+    values = {path: f"{path}={a['value']}" for path, a in words.items() if "value" in a}
+    return ", ".join((tensors | values)[path] for path in words if path in tensors | values) or "no arguments"
 
 
 def difference(new: Words, old: Words) -> list[str]:

@@ -38,7 +38,7 @@ class Modules:
         return training_flags(self._all or [])
 
     def weights(self, arguments: Any) -> "Weights | None":
-        """Their weights, and those of the modules among the arguments, as they are now; None if not watched."""
+        """Their weights, and those of modules among the arguments, as they are now; None if not watched."""
         among = [place.value for place in flatten(arguments) if isinstance(place.value, nn.Module)]
         return Weights(with_children([*(self._all or ()), *among])) if self._watched else None
 
