@@ -117,8 +117,8 @@ class Bucket:
                 fitting = ", ".join(f"{p!r}: {s.index(size)}" for p, s in sizes.items() if size in s)
                 raise CaptureFailedError(
                     f"The bucket cuts dimension {dim} of `{path}` back, but that is "
-                    f"{'not there' if shape is None else shape}, and the arguments are padded to {size}. Name "
-                    f"the outputs to cut, with their dimension; of that size are: out={{{fitting}}}."
+                    f"{'not there' if shape is None else shape}, and the arguments are padded to {size}. "
+                    f"Name the outputs to cut, with their dimension; of that size are: out={{{fitting}}}."
                 )
             found[id(tensors[path])] = dim % len(shape)
         return found

@@ -11,7 +11,6 @@ from typing import Any
 import attrs
 import torch
 
-from segcapture.callable.bucket import Bucket
 from segcapture.callable.inputs import StaticInputs
 from segcapture.callable.outputs import CallOutputs, with_tensors
 from segcapture.callable.signature import Arguments, Request, Words, difference, explain, named, summary, weak
@@ -57,7 +56,6 @@ class CacheEntry:
     words: Words
     why: Callable[[], str]
     capture: BreakableCUDAGraphCapture
-    _bucket: Bucket | None
     calls: int = 0
     warmups: int = 0
     failure: BaseException | None = None
@@ -127,7 +125,7 @@ class CacheEntry:
             out = fn(*args, **kwargs)
         state.check(flatten(out), request.ambient.grad)
         inputs.find_written(request)
-        return inputs, CallOutputs(out, inputs, request, self._bucket, self.capture, clone)
+        return inputs, CallOutputs(out, inputs, request, self.capture, clone)
 
     def check_free(self, request: Request) -> None:
         """Raise CaptureFailedError if an argument is memory that a replay overwrites."""
@@ -155,7 +153,7 @@ class CacheEntry:
             outputs.check_free(request, new)
         inputs.copy_back(request)
         if not outputs.is_current():
-            outputs = CallOutputs(outputs.out, inputs, request, self._bucket, self.capture, outputs.clone)
+            outputs = CallOutputs(outputs.out, inputs, request, self.capture, outputs.clone)
             self._static = inputs, outputs
         return outputs.collect(request)
 
@@ -216,8 +214,7 @@ class Cache:
 
     def find(self, key: Hashable) -> CacheEntry | None:
         """The entry of a signature, which counts as used now."""
-        if self._dead:
-            self.drop_dead()
+        self.drop_dead()
         entry = self._entries.get(key)
         if entry is not None:
             self._entries.move_to_end(key)
@@ -238,7 +235,7 @@ class Cache:
             device=self._options["device"] or (request.device if torch.accelerator.is_available() else None),
             name=f"{self._name} {name}",
         )
-        entry = CacheEntry(name, words, why, capture, self._options["bucket"])
+        entry = CacheEntry(name, words, why, capture)
         self._entries[request.key] = entry
         died = functools.partial(_append, self._dead, request.key)
         entry.objects = [weak(value, died) for value in request.objects]
@@ -250,18 +247,14 @@ class Cache:
     def _warn_of_many(self, entry: CacheEntry) -> None:
         """Say once that each call brings a new signature, and what the two last ones differ in."""
         before, self.latest = self.latest, entry
-        if before is None or before.calls > 1:
-            self._in_a_row = 0
-            return
-        self._in_a_row += 1
-        if self._in_a_row >= _A_FEW - 1 and not self._warned:
+        self._in_a_row = 1 if before is None or before.calls > 1 else self._in_a_row + 1
+        if before is not None and self._in_a_row >= _A_FEW and not self._warned:
             self._warned = True
-            found = difference(entry.words, before.words)
-            what = "; ".join(found[:3]) or entry.why()
+            what = "; ".join(difference(entry.words, before.words)[:3]) or entry.why()
             warn(
-                f"{self._name} was called with {self._in_a_row + 1} new signatures in a row, none "
-                f"twice, and captures each. The newest differs from the one before in {what}. Pass a value "
-                f"that changes as a tensor, and pad sizes that change, with `bucket=Bucket(...)`."
+                f"{self._name} was called with {self._in_a_row} new signatures in a row, each once, and captures "
+                f"them all. The newest differs from the one before in {what}. Pass a value that "
+                f"changes as a tensor, and pad sizes that change, with `bucket=Bucket(...)`."
             )
 
     def ran(self, entry: CacheEntry, request: Request) -> None:
@@ -269,9 +262,7 @@ class Cache:
         self._pools.setdefault(request.device, entry.capture.pool)
         if entry.captured and (missing := self._missing - self._called):
             self._missing = frozenset()  # said once
-            text = (
-                "%s: breaks names %s, and no decorated function of that name was called yet; called were: %s"
-            )
+            text = "%s: breaks names %s, and no function of that name was called yet; called were: %s"
             logger.warning(text, self._name, sorted(missing), sorted(self._called) or "none")
         captured = [key for key, other in self._entries.items() if other.captured]
         for key in captured[: max(0, len(captured) - self._limit)]:

@@ -252,18 +252,17 @@ class GraphedCallable:
 
     def _entry_for(self, request: Request) -> CacheEntry:
         entry = self._cache.find(request.key)
-        if entry is not None and entry.weights is not None:
-            change = entry.weights.change()
-            if change is not None:
-                self._modules.look()
-                if self._options["weights"] == "raise":
-                    raise CaptureFailedError(
-                        f"{change} after {self.name} was captured, which reads what was there. Update it in "
-                        f"place (`weight.copy_(new)`), call clear(), or pass weights='recapture'."
-                    )
-                logger.info("%s: %s; %s is captured again", self.name, change, entry.name)
-                self._cache.drop(request.key)
-                entry = None
+        change = entry.weights.change() if entry is not None and entry.weights is not None else None
+        if entry is not None and change is not None:
+            self._modules.look()
+            if self._options["weights"] == "raise":
+                raise CaptureFailedError(
+                    f"{change} after {self.name} was captured, which reads what was there. Update it in place "
+                    f"(`weight.copy_(new)`), call clear(), or pass weights='recapture'."
+                )
+            logger.info("%s: %s; %s is captured again", self.name, change, entry.name)
+            self._cache.drop(request.key)
+            entry = None
         if entry is None:
             request.check_can_be_captured()
             entry = self._cache.add(request, self._reader.describe(request))
@@ -356,8 +355,6 @@ class GraphedCallable:
         """Let calls refuse with this reason until `clear()`: weights are offloaded, the pool sleeps, say."""
         with self._exclusive:
             self._invalid = reason
-            for entry in self._cache:
-                entry.capture.invalidate(reason)
 
     def clear(self) -> None:
         """Drop all captures and signatures. The counts stay, the function can be captured again."""

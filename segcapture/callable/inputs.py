@@ -95,15 +95,12 @@ class StaticInputs:
         """Copy a call's tensors in; one that already is the static input is not copied."""
         targets, sources = [], []
         for i, (target, source) in enumerate(zip(self.tensors, request.tensors, strict=True)):
-            if i in self._padded:
+            if i in self._padded or i in self._repeating:
                 with torch.no_grad():
-                    self._padded[i].copy_into(target, source)
-            elif source.data_ptr() == self._pointers[i]:
-                continue
-            elif i in self._repeating:
-                with torch.no_grad():
-                    copy_into(target, source)
-            else:
+                    self._padded[i].copy_into(target, source) if i in self._padded else copy_into(
+                        target, source
+                    )
+            elif source.data_ptr() != self._pointers[i]:
                 targets.append(target)
                 sources.append(source)
         _copy(targets, sources)
@@ -131,12 +128,11 @@ class StaticInputs:
         Raises:
             CaptureFailedError: as `find_written`.
         """
-        versions = list(map(_version, self.tensors))
-        if versions == self._versions:
-            return []
-        new = [i for i, now in enumerate(versions) if now != self._versions[i] and i not in self.written]
+        pairs = enumerate(zip(map(_version, self.tensors), self._versions, strict=True))
+        new = [i for i, (now, before) in pairs if now != before and i not in self.written]
         self.written += new
-        self._check_written()
+        if new:
+            self._check_written()
         return new
 
     def _check_written(self) -> None:
@@ -189,14 +185,12 @@ def _moved(before: tuple[int, ...], now: tuple[int, ...], shape: torch.Size, dis
 
 
 def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    if not targets:
-        return
     if torch.is_grad_enabled():  # else the context would cost as much as a copy
         with torch.no_grad():
-            _copy(targets, sources)
-    elif len(targets) == 1:
+            return _copy(targets, sources)
+    if len(targets) == 1:
         targets[0].copy_(sources[0])
-    else:
+    elif targets:
         torch._foreach_copy_(targets, sources)
 
 

@@ -1,13 +1,11 @@
 """What a call gets back: copies of what was captured, in the structure that the function returned."""
 
 import copy
-import functools
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
 
-from segcapture.callable.bucket import Bucket
 from segcapture.callable.inputs import OwnTensor, StaticInputs
 from segcapture.callable.signature import Arguments, Request, weak
 from segcapture.errors import CaptureFailedError
@@ -34,11 +32,8 @@ class Template:
         self._copied: list[tuple[int, list[tuple[Any, int]]]] = []
         self._tuples: list[tuple[int, list[int]]] = []  # those that are in others before those
         first: dict[int, int] = {}
-        shared = [
-            not all_ and (p.is_container or isinstance(p.value, torch.Tensor))
-            for p, all_ in zip(places, whole, strict=True)
-        ]
-        at = [first.setdefault(id(p.value), i) if shared[i] else i for i, p in enumerate(places)]
+        met = [p.is_container or isinstance(p.value, torch.Tensor) for p in places]
+        at = [first.setdefault(id(p.value), i) if met[i] > whole[i] else i for i, p in enumerate(places)]
         tuples: dict[int, list[int]] = {}
         for i, place in enumerate(places):
             if place.inside is None or whole[i]:
@@ -53,7 +48,7 @@ class Template:
             tuples = {i: items for i, items in tuples.items() if i not in ready}
 
     def make(self, values: list[Any]) -> Any:
-        """The value, from what is in each place (of a tensor in several, in the first), and is replaced there."""
+        """The value, from what is in each place (of a tensor in several, in the first). Replaces it there."""
         for i, _ in self._copied:
             values[i] = copy.copy(values[i])  # before their items, which may lead back here
         for i, items in self._tuples:
@@ -94,21 +89,13 @@ class CallOutputs:
             replace it.
     """
 
-    def __init__(
-        self,
-        out: Any,
-        inputs: StaticInputs,
-        request: Request,
-        bucket: Bucket | None,
-        capture: Any,
-        clone: bool,
-    ) -> None:
+    def __init__(self, out: Any, inputs: StaticInputs, request: Request, capture: Any, clone: bool) -> None:
         self.out, self.clone = out, clone
         places = flatten(out)
         self._places = places if capture.num_eager_breaks else None  # else nobody changes it
         self._values = [place.value for place in places]
         sizes = [padding.size for padding in request.padded.values()]
-        cuts = bucket.find_cuts(places, sizes[0]) if bucket is not None and sizes else {}
+        cuts = request.bucket.find_cuts(places, sizes[0]) if request.bucket else {}
         _check_no_hidden_tensor(places, inputs, capture.storages if clone else list)
         objects = {i for i, value in enumerate(self._values) if is_plain_object(value)}
         # An object among the arguments is the call's own, not a result.
@@ -139,12 +126,9 @@ class CallOutputs:
         self._arguments: list[tuple[int, Any]] = []
         if self._places is None:
             # Objects of the call are held weakly, and containers as they are now.
-            self._arguments = [
-                (i, weak(self._values[i]) or functools.partial(_itself, self._values[i])) for i in arguments
-            ]
-            self._values = [
-                None if i in arguments or (i and whole[p.parent]) else p.value for i, p in enumerate(places)
-            ]
+            self._arguments = [(i, weak(self._values[i])) for i in arguments]
+            forgotten = [i in arguments or (i > 0 and whole[p.parent]) for i, p in enumerate(places)]
+            self._values = [None if forgotten[i] else place.value for i, place in enumerate(places)]
             self.out = self._template.make(self._values)
 
     def check_free(self, request: Request, written: Iterable[int]) -> None:
@@ -212,14 +196,10 @@ def _check_no_hidden_tensor(
     for place in places:
         if what := hidden_tensor(place, is_ours):
             raise CaptureFailedError(
-                f"The function returned a {type(place.value).__qualname__} at `{place.path}` that holds a tensor "
-                f"of the capture where no copy can replace it: {what}. Return it in a tuple, list, dict or "
+                f"The function returned a {type(place.value).__qualname__} at `{place.path}` that holds a "
+                f"captured tensor where no copy can replace it: {what}. Return it in a tuple, list, dict or "
                 f"dataclass."
             )
-
-
-def _itself(value: Any) -> Any:
-    return value
 
 
 def _alike(now: Place, before: Place) -> bool:

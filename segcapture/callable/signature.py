@@ -1,5 +1,6 @@
 """What two calls must have in common to be served by one capture: in values, and in words."""
 
+import contextlib
 import functools
 import inspect
 import itertools
@@ -34,7 +35,7 @@ class Identity:
 
     def __init__(self, value: Any) -> None:
         self._id = id(value)
-        self._value = weak(value) or (lambda: value)
+        self._value = weak(value)
 
     def __eq__(self, other: object) -> bool:
         value = self._value()
@@ -44,14 +45,12 @@ class Identity:
         return self._id
 
 
-def weak(value: Any, *callback: Callable[[Any], None]) -> "weakref.ref[Any] | None":
-    """A weak reference, where it does no harm; or None."""
-    if isinstance(value, torch.Tensor):
-        return None  # `torch.utils.swap_tensors` refuses tensors that have one
-    try:
-        return weakref.ref(value, *callback)
-    except TypeError:
-        return None
+def weak(value: Any, *callback: Callable[[Any], None]) -> Callable[[], Any]:
+    """What gives an object: a weak reference, where that does no harm."""
+    with contextlib.suppress(TypeError):
+        if not isinstance(value, torch.Tensor):  # `torch.utils.swap_tensors` refuses those that have one
+            return weakref.ref(value, *callback)
+    return lambda: value
 
 
 class Overlap(NamedTuple):
@@ -81,6 +80,7 @@ class Request:
     device: torch.device
     key: Hashable
     """The signature."""
+    bucket: Bucket | None
     length = 0
     """Of the padded dimension."""
     overlaps: tuple[Overlap, ...] = ()
@@ -167,12 +167,10 @@ class Request:
             shape, layout = padding.shape(tensor.shape), padding.dim
         elif not tensor.is_contiguous():
             layout = _layout(shape, tensor.stride(), tensor.dtype.itemsize)
-        grad: Hashable = False
-        if tensor.requires_grad:
-            grad = (tensor.is_leaf, tensor.is_leaf and tensor.grad is not None)
+        gradient = tensor.grad if tensor.requires_grad and tensor.is_leaf else None
+        grad = tensor.requires_grad and (tensor.is_leaf, gradient is None)
         self.parts.append((shape, layout, tensor.dtype, tensor.device, type(tensor), grad))
-        if grad == (True, True):
-            gradient = tensor.grad
+        if gradient is not None:
             self._visit(gradient)
             self.gradients[position] = self._positions[id(gradient)]
 
@@ -228,7 +226,8 @@ def _typed(value: Any) -> tuple[type, Any]:
         return kind, tuple(map(_typed, value))  # the order of a set shows when it is walked
     if kind is slice:
         return kind, _typed((value.start, value.stop, value.step))
-    if kind.__eq__ is object.__eq__ or isinstance(value, torch.Tensor):
+    equal: Any = kind.__eq__
+    if equal is object.__eq__ or isinstance(value, torch.Tensor):
         return kind, Identity(value)
     try:
         hash(value)
@@ -280,27 +279,24 @@ def _overlaps(
     tensors: Sequence[torch.Tensor], storages: Sequence[int], padded: Container[int]
 ) -> list[Overlap]:
     """Which tensors share memory, and how; `storages` are the identities of theirs."""
-    views = map(View.of, tensors)
-    ranges = sorted((storages[i], *view.byte_range(), i) for i, view in enumerate(views))
-    groups: list[list[tuple[int, int]]] = []
-    ends: list[tuple[int, int]] = [(-1, 0)]
+    ranges = sorted((storages[i], *View.of(tensor).byte_range(), i) for i, tensor in enumerate(tensors))
+    groups: list[list[tuple[int, int, int]]] = []
+    end = (-1, 0)
     for storage, low, high, i in ranges:
-        if low == high:
-            continue
-        if (storage, low) >= ends[-1]:
-            groups.append([])
-            ends.append((storage, high))
-        groups[-1].append((i, low))
-        ends[-1] = max(ends[-1], (storage, high))
+        if low < high:
+            if (storage, low) >= end:
+                groups.append([])
+            groups[-1].append((i, low, high))
+            end = max(end, (storage, high))
     found = []
-    for group, (_, end) in zip(groups, ends[1:], strict=True):
-        base = group[0][1] // _ALIGNMENT * _ALIGNMENT  # what they keep of their addresses
-        positions, lows = zip(*sorted(group), strict=True)
+    for group in groups:
+        positions, lows, highs = zip(*sorted(group), strict=True)
+        base = min(lows) // _ALIGNMENT * _ALIGNMENT  # what they keep of their addresses
+        strides, offsets = (tensors[i].stride() for i in positions), (low - base for low in lows)
         if len(group) > 1 and any(i in padded for i in positions):
             found.append(Overlap(positions, (), (), 0))
         elif len(group) > 1:
-            strides, offsets = (tensors[i].stride() for i in positions), (low - base for low in lows)
-            found.append(Overlap(positions, tuple(strides), tuple(offsets), end - base))
+            found.append(Overlap(positions, tuple(strides), tuple(offsets), max(highs) - base))
     return sorted(found)
 
 
@@ -345,7 +341,7 @@ class RequestReader:
         if self._bucket is not None:
             paddings, places, length = self._bucket.find(named(args, kwargs, self._names))
         request = Request((args, kwargs), self._names, self._ordered, paddings)
-        request.length = length
+        request.bucket, request.length = self._bucket, length
         if request.padded_places != places:
             raise CaptureFailedError(
                 "A tensor that the bucket pads is an argument in another place too, which is not named in "
@@ -417,16 +413,12 @@ def _in_words(place: Place, padding: Padding | None) -> dict[str, str]:
             words["stride"] = "contiguous" if value.is_contiguous() else str(list(value.stride()))
         words |= {"device": str(value.device), "requires_grad": str(value.requires_grad)}
         return words | {"class": type(value).__qualname__}
-    if isinstance(value, torch.nn.Module):
-        return {"value": _short(repr(value)), "training": str(value.training)}
     if (content := children(value)) is None:
-        return {"value": _short(repr(value))}
+        text = repr(value)
+        words = {"value": text if len(text) <= 60 else f"{text[:57]}..."}
+        return words | ({"training": str(value.training)} if isinstance(value, torch.nn.Module) else {})
     words = {"type": type(value).__qualname__}
     return words | ({"object": hex(id(value))} if is_plain_object(value) else {"items": str(len(content))})
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def summary(words: Words) -> str:
@@ -440,15 +432,14 @@ def difference(new: Words, old: Words) -> list[str]:
     """In which places two calls differ, the few most telling words of each."""
     found = []
     for path in {**old, **new}:
-        if path not in new or path not in old:
-            found.append(f"{path}: {'absent' if path not in new else 'present'} here")
-            continue
-        a, b = new[path], old[path]
+        a, b = new.get(path, {}), old.get(path, {})
         aspects = [k for k in {**b, **a} if a.get(k) != b.get(k)]
         if "shape" in aspects and "stride" in aspects:
             aspects.remove("stride")  # it follows
-        if aspects:
-            words = (f"{k} {a.get(k, 'none')}, not {b.get(k, 'none')}" for k in aspects)
+        words = (f"{k} {a.get(k, 'none')}, not {b.get(k, 'none')}" for k in aspects)
+        if not a or not b:
+            found.append(f"{path}: {'present' if a else 'absent'} here")
+        elif aspects:
             found.append(f"{path}: {'; '.join(words)}")
     return found
 

@@ -45,16 +45,11 @@ class Modules:
 
 def _modules_of(fn: Callable[..., Any]) -> list[nn.Module]:
     """The modules that a function can be seen to use: itself, its object's, its closure's and globals."""
-    if isinstance(fn, nn.Module):
-        return [fn]
-    if isinstance(fn, functools.partial):
-        held = [*fn.args, *fn.keywords.values()]
-        return [*_modules_of(fn.func), *(value for value in held if isinstance(value, nn.Module))]
-    owner = getattr(fn, "__self__", None)
-    if owner is None and not inspect.isroutine(fn):
-        owner = fn  # a callable object
+    owner = getattr(fn, "__self__", None if inspect.isroutine(fn) else fn)
     values: Iterable[Any] = ()
-    if owner is not None:
+    if isinstance(fn, functools.partial):
+        values = [*_modules_of(fn.func), *fn.args, *fn.keywords.values()]
+    elif owner is not None:
         values = [owner, *getattr(owner, "__dict__", {}).values()]
     elif inspect.isfunction(body := inspect.unwrap(fn)):
         seen = inspect.getclosurevars(body)
@@ -173,8 +168,8 @@ class StateBefore:
             if isinstance(out, torch.Tensor) and (out.grad_fn is not None or (grad and out.requires_grad)):
                 raise CaptureFailedError(
                     f"The function returned a tensor that requires grad at `{place.path}`, and a replay "
-                    f"makes no autograd graph. Call it under `torch.no_grad()` or `torch.inference_mode()`; or do "
-                    f"the whole training step in it and return detached tensors."
+                    f"makes no autograd graph. Call it under `torch.no_grad()` or "
+                    f"`torch.inference_mode()`; or do the whole training step in it and return no such tensor."
                 )
 
 
