@@ -252,8 +252,8 @@ class Cache:
             self._warned = True
             what = "; ".join(difference(entry.words, before.words)[:3]) or entry.why()
             warn(
-                f"{self._name} was called with {self._in_a_row} new signatures in a row, each once, and captures "
-                f"them all. The newest differs from the one before in {what}. Pass a value that "
+                f"{self._name} was called with {self._in_a_row} new signatures in a row, each once, and "
+                f"captures them all. The newest differs from the one before in {what}. Pass a value that "
                 f"changes as a tensor, and pad sizes that change, with `bucket=Bucket(...)`."
             )
 

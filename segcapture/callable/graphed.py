@@ -257,8 +257,8 @@ class GraphedCallable:
             self._modules.look()
             if self._options["weights"] == "raise":
                 raise CaptureFailedError(
-                    f"{change} after {self.name} was captured, which reads what was there. Update it in place "
-                    f"(`weight.copy_(new)`), call clear(), or pass weights='recapture'."
+                    f"{change} after {self.name} was captured, which reads what was there. Update it "
+                    f"in place (`weight.copy_(new)`), call clear(), or pass weights='recapture'."
                 )
             logger.info("%s: %s; %s is captured again", self.name, change, entry.name)
             self._cache.drop(request.key)

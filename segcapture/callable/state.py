@@ -169,7 +169,7 @@ class StateBefore:
                 raise CaptureFailedError(
                     f"The function returned a tensor that requires grad at `{place.path}`, and a replay "
                     f"makes no autograd graph. Call it under `torch.no_grad()` or "
-                    f"`torch.inference_mode()`; or do the whole training step in it and return no such tensor."
+                    f"`torch.inference_mode()`; or do the whole training step in it, returning none."
                 )
 
 
