@@ -181,7 +181,7 @@ def _moved(before: tuple[int, ...], now: tuple[int, ...], shape: torch.Size, dis
         if size > 1:
             steps, distance = divmod(distance, stride)
             moved += steps * new
-    return moved
+    return moved + distance  # the rest is of dimensions of size 1
 
 
 def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
@@ -195,4 +195,4 @@ def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().reshape(-1).view(torch.uint8)
+    return tensor.detach().clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
