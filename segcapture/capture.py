@@ -281,7 +281,7 @@ class BreakableCUDAGraphCapture:
         """Run the block eagerly where a capture would: on the capture stream, ordered both ways."""
         return self._backend.warm_up()
 
-    def turn(self) -> AbstractContextManager[None]:
+    def exclusive(self) -> AbstractContextManager[None]:
         """For the block: the current stream comes after all replays in this pool, and no thread replays."""
         return self._backend.exclusive()
 

@@ -298,21 +298,28 @@ def _has_own_attributes(place: Place) -> bool:
     return not isinstance(boxed[0], dict) or references(boxed)[0] <= 1
 
 
-def hidden_tensor(place: Place) -> str | None:
-    """What holds a tensor, of a container or leaf, where `flatten` finds none: in words, or None."""
+def _any_tensor(tensor: torch.Tensor) -> bool:
+    return True
+
+
+def hidden_tensor(place: Place, which: Callable[[torch.Tensor], bool] = _any_tensor) -> str | None:
+    """What holds a tensor, of a container or leaf, where `flatten` finds none: in words, or None.
+
+    Only tensors that are `which` count.
+    """
     value = place.value
     if isinstance(value, _LEAVES) or place.same_as >= 0:
         return None
     if place.inside is None:
-        return "what is in it" if holds_tensor(value) else None
+        return "what is in it" if holds_tensor(value, which) else None
     if isinstance(value, tuple | list | dict) or is_record(value):
         for name, item in attributes_besides(value, children(value) or ()):
-            if holds_tensor(item):
+            if holds_tensor(item, which):
                 return f"its attribute `{name}`"
     return None
 
 
-def holds_tensor(value: Any) -> bool:
+def holds_tensor(value: Any, which: Callable[[torch.Tensor], bool] = _any_tensor) -> bool:
     """Whether there is a tensor at any depth, in sets, deques and objects inside of objects too."""
     seen: dict[int, Any] = {}
     todo = [value]
@@ -322,7 +329,7 @@ def holds_tensor(value: Any) -> bool:
             continue
         seen[id(value)] = value
         for place in flatten(value):
-            if isinstance(place.value, torch.Tensor):
+            if isinstance(place.value, torch.Tensor) and which(place.value):
                 return True
             if isinstance(place.value, _HOLDERS):
                 items = place.value

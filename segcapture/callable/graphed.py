@@ -1,39 +1,72 @@
 """`GraphedCallable`: a function that is captured once for each signature it is called with."""
 
 import functools
+import inspect
 import sys
 import threading
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
+import attrs
 import torch
 
 from segcapture.backends.cuda.driver import is_captured
-from segcapture.callable.binding import bound_to
-from segcapture.callable.bucket import Bucket
-from segcapture.callable.cache import Captures
-from segcapture.callable.calls import Call, Reader, TooLongError, check_function
-from segcapture.callable.entry import Entry
-from segcapture.callable.managed import Managed
-from segcapture.callable.settings import check, for_captures, logger
-from segcapture.callable.statistics import Counts
+from segcapture.callable.bucket import Bucket, TooLongError
+from segcapture.callable.cache import Cache, CacheEntry, SignatureStats, logger
+from segcapture.callable.signature import Arguments, Request, RequestReader
+from segcapture.callable.state import Modules
 from segcapture.errors import CaptureFailedError, CaptureStateError
 from segcapture.exclusive import Exclusive
 from segcapture.thread import state, warn
+from segcapture.trees import HELD
+
+_COUNTED = ("calls", "warmups", "captures", "replays", "eager", "failures")
+_CHOICES = {"on_error": ("raise", "eager"), "weights": ("raise", "recapture", "ignore")}
 
 
-class GraphedCallable(Managed):
+@attrs.frozen(kw_only=True)
+class Stats:
+    """Counts of calls by what happened, and the signatures that are held."""
+
+    calls: int
+    warmups: int
+    captures: int
+    replays: int
+    eager: int
+    """Calls that ran eagerly and were no warm-up: above the largest bucket, or after a failed capture."""
+    failures: int
+    """Captures that failed."""
+    evictions: int
+    pool_bytes: int
+    """Bytes of the pools of all captures."""
+    signatures: tuple[SignatureStats, ...]
+
+    def __str__(self) -> str:
+        head = ", ".join(f"{getattr(self, name)} {name}" for name in (*_COUNTED, "evictions"))
+        lines = [
+            f"  {s.name} {s.state}, {s.calls} calls, {s.nbytes} B: {s.arguments}\n      {s.why}"
+            for s in self.signatures
+        ]
+        return "\n".join([f"{head}, pool {self.pool_bytes} B", *lines])
+
+
+class GraphedCallable:
     """Serve a function from captures: one for each signature that it is called with.
 
     The first `warmup` calls of a signature run eagerly on the capture stream, the next one is captured
     while it runs, later ones replay: state advances and random numbers are drawn as without this. A
-    signature is the nesting of the arguments; shape, stride, dtype and device of tensors, and which of them
+    signature is the nesting of the arguments; shape, layout, dtype and device of tensors, and which of them
     share memory; type and value of everything else (of objects: which one, and its attributes); grad and
-    inference mode, autocast, `training` of the modules; and what `key` returns. Python values that the
-    function reads elsewhere (globals, a closure) and that change must be in `key`.
+    inference mode, autocast, `training` of the modules; and what `key` returns. Layout is what kernels ask
+    of strides: the order of dimensions, where there are gaps, and whether rows are aligned. Python values
+    that the function reads elsewhere (globals, a closure) and that change must be in `key`.
 
     Use it as `GraphedCallable(fn)`, or as a decorator, `@GraphedCallable` or `@GraphedCallable(warmup=1)`,
     of functions and methods (each instance then has its own captures).
+
+    Objects among the arguments are held weakly: when one dies, its captures go with the next call (but not
+    if an eager break has it as an argument, which keeps it).
 
     Args:
         fn: A function, method, `nn.Module` or other callable.
@@ -56,7 +89,7 @@ class GraphedCallable(Managed):
             takes them.
 
     Raises:
-        TypeError: `fn` is not callable, or is a coroutine or generator function.
+        TypeError: `fn` is not callable, or is a coroutine or generator function; `bucket` is none.
         ValueError: an option that is none of the above.
     """
 
@@ -88,30 +121,45 @@ class GraphedCallable(Managed):
         barrier: Callable[[], object] | None = None,
     ) -> None:
         options = {option: value for option, value in locals().items() if option not in ("self", "fn")}
-        check_function(fn)
-        check(warmup, max_captures, on_error, weights, bucket)
+        options["device"] = None if device is None else torch.device(device)
+        _check(fn, options)
         assert fn is not None
         self.fn = fn
         self.name = name or getattr(fn, "__qualname__", type(fn).__qualname__).rpartition("<locals>.")[2]
-        self._options, self._bucket = options, bucket
-        where = None if device is None else torch.device(device)
-        self._reader = Reader(fn, bucket, key, modules, where)
-        self._captures = Captures(self.name, for_captures(options), pool, where, bucket, max_captures)
-        self._counts = Counts()
+        self._options = options
+        self._modules = Modules(fn, modules, watched=weights != "ignore")
+        self._reader = RequestReader(fn, options, self._modules)
+        self._cache = Cache(self.name, options)
+        self._counts = dict.fromkeys(_COUNTED, 0)
         self._invalid = ""
-        self._said: set[str] = set()
-        self._lock = Exclusive()
-        self._inside: int | None = None  # the thread that warms up, captures or replays
+        self._told: set[str] = set()
+        self._exclusive = Exclusive()
         if not isinstance(fn, torch.nn.Module):
             functools.update_wrapper(self, fn, updated=())
         disable: Any = torch.compiler.disable  # torch.compile traces none of this
         self._serve = disable(self._serve_call)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        """As a method: the `GraphedCallable` of the instance."""
+        """As a method: the `GraphedCallable` of the instance.
+
+        Raises:
+            TypeError: the instance has no `__dict__` to hold it.
+        """
         if instance is None or not hasattr(self.fn, "__get__"):
             return self
-        return bound_to(instance, self, lambda: type(self)(self.fn.__get__(instance), **self._options))
+        attributes = getattr(instance, "__dict__", None)
+        if attributes is None:
+            raise TypeError(
+                f"{type(instance).__qualname__} has __slots__ and no __dict__, so that its methods cannot "
+                f"hold captures: wrap the bound method, GraphedCallable(instance.method)."
+            )
+        held = attributes.get(HELD)
+        if held is None or held.owner is not instance:  # a shallow copy has its original's
+            held = attributes[HELD] = BoundMethods()
+            held.owner = instance
+        if self not in held:
+            held[self] = type(self)(self.fn.__get__(instance), **self._options)
+        return held[self]
 
     def __reduce__(self) -> Any:
         """A decorated function is itself, by its name; other copies and pickles have no captures yet."""
@@ -126,16 +174,20 @@ class GraphedCallable(Managed):
     def __repr__(self) -> str:
         return f"GraphedCallable({self.name})"
 
+    # Calls
+
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Call the function, or replay its capture for these arguments.
 
-        Inside of another capture it is a plain call, and where the function itself calls this.
+        It is a plain call inside of another capture, where the function itself calls this, and where two
+        threads would wait for each other because served functions call each other crosswise.
 
         Raises:
             CaptureFailedError: it cannot be captured, with `on_error="raise"`: an argument is a tensor
-                subclass or has no hash, an argument or output requires grad with grad enabled,
-                the function changes containers among its arguments or replaces weights, and all that a
-                capture raises. A weight was replaced by others, with `weights="raise"`.
+                subclass, a conjugate view or has no hash, an argument or output requires grad with grad
+                enabled, the function changes containers among its arguments or replaces weights, an argument
+                is memory that the call overwrites, and all that a capture raises. A weight was replaced by
+                others, with `weights="raise"`.
             CaptureStateError: after `invalidate`.
             OutputMismatchError: as `BreakableCUDAGraphCapture.replay`, and all that eager functions raise.
             TypeError: what `key` returned has no hash.
@@ -145,128 +197,233 @@ class GraphedCallable(Managed):
         return self._serve(args, kwargs)
 
     def _serve_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._inside == threading.get_ident():  # its static inputs are in use
-            self._counts.calls += 1
-            self._counts.eager += 1
+        inside = self._exclusive.owner == threading.get_ident()  # its static inputs are in use
+        if not inside and (state.run is not None or is_captured()):
             return self.fn(*args, **kwargs)
-        if state.run is not None or is_captured():
-            return self.fn(*args, **kwargs)
-        with self._lock:
-            return self._serve_locked(args, kwargs)
-
-    def _serve_locked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._invalid:
-            reason = f"{self.name} was invalidated: {self._invalid}. Call clear() to capture again."
-            raise CaptureStateError(reason)
-        self._counts.calls += 1
+        self._counts["calls"] += 1
+        if inside or not _entered(self._exclusive):
+            return self._plain(args, kwargs)
         try:
-            call = self._reader.read(args, kwargs)
-            entry = self._entry_for(call)
-        except (TooLongError, CaptureFailedError) as error:
-            if self._options["on_error"] == "raise" and not isinstance(error, TooLongError):
-                raise
-            self._say_once(error)
-            self._counts.eager += 1
-            return self.fn(*args, **kwargs)
-        entry.calls += 1
-        if entry.captured:
-            out = self._alone(entry.replay, call)
-            self._counts.replays += 1
-            return out
-        if entry.failure is not None:
-            self._counts.eager += 1
-            return self.fn(*args, **kwargs)
-        if entry.warmups < self._options["warmup"]:
-            return self._warm_up(entry, call)
-        return self._capture(entry, call)
-
-    def _alone(self, run: Callable[..., Any], *args: Any) -> Any:
-        self._inside = threading.get_ident()
-        try:
-            return run(*args)
+            return self._serve_exclusively(args, kwargs)
         finally:
-            self._inside = None
+            self._exclusive.__exit__(None, None, None)
 
-    def _entry_for(self, call: Call) -> Entry:
-        entry = self._captures.find(call.key)
-        if entry is not None and entry.weights is not None:
-            change = entry.weights.change()
-            if change is not None:
-                self._on_changed_weight(entry, call, change)
-                entry = None
+    def _serve_exclusively(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._invalid:
+            raise CaptureStateError(f"{self.name} was invalidated: {self._invalid}. Call clear() first.")
+        try:
+            request = self._reader.read(args, kwargs)
+            entry = self._entry_for(request)
+        except (TooLongError, CaptureFailedError) as error:
+            return self._refuse(error, args, kwargs)
+        entry.calls += 1
+        memory = entry.capture.exclusive()
+        if entry.failure is not None or not _entered(memory):
+            return self._plain(args, kwargs)
+        try:
+            if not entry.captured:
+                return self._first_calls(entry, request)
+            try:
+                entry.check_free(request)
+            except CaptureFailedError as error:
+                return self._refuse(error, args, kwargs)
+            out = entry.replay(request)
+            self._counts["replays"] += 1
+            return out
+        finally:
+            memory.__exit__(None, None, None)
+
+    def _plain(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._counts["eager"] += 1
+        return self.fn(*args, **kwargs)
+
+    def _refuse(self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """With these arguments nothing is captured or replayed."""
+        too_long = isinstance(error, TooLongError)
+        if self._options["on_error"] == "raise" and not too_long:
+            raise error
+        told, what = len(self._told), "" if too_long else str(error)
+        self._told.add(what)
+        if len(self._told) > told and too_long:
+            warn(f"{self.name} runs eagerly: {error}.")
+        elif len(self._told) > told:
+            logger.warning("%s runs eagerly with such arguments: %s", self.name, error)
+        return self._plain(args, kwargs)
+
+    def _entry_for(self, request: Request) -> CacheEntry:
+        entry = self._cache.find(request.key)
+        change = entry.weights.change() if entry is not None and entry.weights is not None else None
+        if entry is not None and change is not None:
+            self._modules.look()
+            if self._options["weights"] == "raise":
+                raise CaptureFailedError(
+                    f"{change} after {self.name} was captured, which reads what was there. Update it "
+                    f"in place (`weight.copy_(new)`), call clear(), or pass weights='recapture'."
+                )
+            logger.info("%s: %s; %s is captured again", self.name, change, entry.name)
+            self._cache.drop(request.key)
+            entry = None
         if entry is None:
-            call.check_can_be_captured()
-            entry = self._captures.add(call, self._reader.describe(call))
+            request.check_can_be_captured()
+            entry = self._cache.add(request, self._reader.describe(request))
         return entry
 
-    def _on_changed_weight(self, entry: Entry, call: Call, change: str) -> None:
-        self._reader.look_for_modules()
-        if self._options["weights"] == "raise":
-            raise CaptureFailedError(
-                f"{change} after {self.name} was captured, which reads what was "
-                f"there. Update weights in place (`weight.copy_(new)`), call clear(), or pass "
-                f"weights='recapture'."
-            )
-        logger.info("%s: %s; %s is captured again", self.name, change, entry.name)
-        self._captures.drop(call.key)
-
-    # Warm-up and capture
-
-    def _warm_up(self, entry: Entry, call: Call) -> Any:
+    def _first_calls(self, entry: CacheEntry, request: Request) -> Any:
+        """Warm up or capture."""
+        warms_up = entry.warmups < self._options["warmup"]
+        what = "warmups" if warms_up else "captures"
+        eager = self._options["on_error"] == "eager"
+        self._modules.look()
+        # At the first call lazy modules may set themselves up.
+        weights = None if warms_up and entry.warmups == 0 else self._modules.weights(request.arguments)
+        problem: Exception | None = None
         try:
-            check = self._reader.check_weights(call, self._options["weights"], first=entry.warmups == 0)
-            out, problem = self._alone(entry.warm_up, self.fn, call, check)
-        except CaptureFailedError as error:
-            if self._options["on_error"] == "raise" or not call.padded:
-                raise
-            return self._run_after_failure(entry, call, error)  # it ran on padded copies alone
-        self._counts.warmups += 1
-        self._captures.ran(entry, call)
-        if problem is not None:
-            self._failed(entry, problem)
-            if self._options["on_error"] == "raise":
-                raise problem
-        return out
-
-    def _capture(self, entry: Entry, call: Call) -> Any:
-        try:
-            check = self._reader.check_weights(call, self._options["weights"])
-            out = self._alone(entry.capture_call, self.fn, call, self._options["clone_outputs"], check)
+            if warms_up:
+                out, problem = entry.warm_up(self.fn, request, weights)
+            else:
+                out = entry.capture_call(self.fn, request, weights, self._options["clone_outputs"])
         except Exception as error:
-            self._counts.failures += 1
-            if self._options["on_error"] == "raise":
+            self._counts["failures"] += not warms_up
+            # A warm-up is the call itself, but for one on padded copies.
+            if not eager or (warms_up and not (request.padded and isinstance(error, CaptureFailedError))):
                 raise
-            return self._run_after_failure(entry, call, error)
-        self._counts.captures += 1
-        if self._options["weights"] != "ignore":
-            entry.weights = self._reader.weights(call)
-        logger.debug("%s: captured %s", self.name, entry.name)
-        self._captures.ran(entry, call)
+            out = self.fn(
+                *request.arguments[0], **request.arguments[1]
+            )  # an error of the function itself comes again
+            what, problem = "eager", error
+        self._counts[what] += 1
+        if what != "eager":
+            self._cache.ran(entry, request)
+        if what == "captures":
+            entry.weights = self._modules.weights(request.arguments)
+            logger.debug("%s: captured %s", self.name, entry.name)
+        if problem is not None:
+            if not eager:
+                raise problem
+            problem.__cause__ = problem.__context__ = None
+            entry.failure = problem.with_traceback(None)  # it would keep what the call had made
+            logger.warning("%s runs eagerly for %s: %s", self.name, entry.name, problem)
         return out
 
-    def _run_after_failure(self, entry: Entry, call: Call, error: Exception) -> Any:
-        out = self.fn(*call.args, **call.kwargs)  # an error of the function itself comes again
-        self._failed(entry, error)
-        self._counts.eager += 1
-        return out
+    # What else a user does with the captures
 
-    def _failed(self, entry: Entry, error: BaseException) -> None:
-        if self._options["on_error"] == "eager":
-            error.__cause__ = error.__context__ = None
-            entry.failure = error.with_traceback(None)  # it would keep what the call had made
-            logger.warning("%s runs eagerly for %s: %s", self.name, entry.name, error)
+    def precapture(self, sizes: Sequence[Any] | None = None, *, inputs: Callable[[Any], Any]) -> None:
+        """Capture before the first request: call the function for each size, the largest first.
 
-    def _say_once(self, error: Exception) -> None:
-        """With these arguments nothing is captured."""
-        what = "above" if isinstance(error, TooLongError) else str(error)
-        if what in self._said:
-            return
-        self._said.add(what)
-        if isinstance(error, TooLongError):
-            warn(f"{self.name} runs eagerly: {error}.", UserWarning)
-        else:
-            logger.warning("%s runs eagerly with such arguments: %s", self.name, error)
+        The function runs `warmup` times and once more for each size, as in any calls, so reset what
+        advances (caches, counters) after. Shows a progress bar where tqdm or rich is installed.
+
+        Args:
+            sizes: What `inputs` is called with. Left out: the sizes of the bucket.
+            inputs: Makes the arguments of a call: a tuple, or a dict of keyword arguments. Tensors that are
+                different ones in a request must be different ones here: sharing is part of a signature.
+
+        Raises:
+            ValueError: no sizes and no bucket.
+            TypeError: `inputs` returned something else. All that a call raises comes through.
+        """
+        if sizes is None:
+            if self._options["bucket"] is None:
+                raise ValueError("precapture takes sizes where there is no bucket")
+            sizes = self._options["bucket"].sizes
+        for size in _with_progress(sorted(sizes, reverse=True), f"capturing {self.name}"):
+            given = inputs(size)
+            if not isinstance(given, tuple | dict):
+                raise TypeError(f"inputs takes a function that returns a tuple or dict, got {type(given)}")
+            args, kwargs = ((), given) if isinstance(given, dict) else (given, {})
+            self._cache.latest = None
+            for _ in range(self._options["warmup"] + 1):
+                self(*args, **kwargs)
+
+    def static_arguments(self, /, *args: Any, **kwargs: Any) -> Arguments:
+        """The arguments of a call with the static inputs in place of its tensors.
+
+        Write into those and pass them: what already is in the static input is not copied.
+
+        Raises:
+            CaptureStateError: this signature is not captured yet.
+        """
+        with self._exclusive:
+            request = self._reader.read(args, kwargs)
+            entry = self._cache.find(request.key)
+            if entry is None or not entry.captured:
+                after = f"{self._options['warmup'] + 1} calls"
+                raise CaptureStateError(f"{self.name} is not captured for these arguments: {after} do it.")
+            return entry.static_arguments(request)
+
+    def invalidate(self, reason: str) -> None:
+        """Let calls refuse with this reason until `clear()`: weights are offloaded, the pool sleeps, say."""
+        with self._exclusive:
+            self._invalid = reason
+
+    def clear(self) -> None:
+        """Drop all captures and signatures. The counts stay, the function can be captured again."""
+        with self._exclusive:
+            self._cache.clear()
+            self._invalid = ""
+            self._modules.look()
+
+    def stats(self) -> Stats:
+        """What was done so far, and the signatures that are held; also as text by `print`."""
+        with self._exclusive:
+            self._cache.drop_dead()
+            return Stats(
+                **self._counts,
+                evictions=self._cache.evictions,
+                pool_bytes=self._cache.pool_bytes(),
+                signatures=tuple(entry.stats() for entry in self._cache),
+            )
+
+
+class BoundMethods(dict[GraphedCallable, GraphedCallable]):
+    """What an instance holds for its decorated methods. Copies and pickles of it get an empty one."""
+
+    owner: Any = None
+
+    def __reduce__(self) -> Any:
+        return BoundMethods, ()
+
+
+def _check(fn: Any, options: Mapping[str, Any]) -> None:
+    """Raise TypeError for what is no function or bucket, and ValueError for an option out of its range."""
+    if not callable(fn):
+        raise TypeError(f"GraphedCallable takes a function, got {fn!r}")
+    for body in (fn, type(fn).__call__):
+        if inspect.iscoroutinefunction(body) or inspect.isgeneratorfunction(body):
+            raise TypeError(f"{fn!r} is a coroutine or generator function: its body runs after the call.")
+    bucket, warmup, max_captures = (options[option] for option in ("bucket", "warmup", "max_captures"))
+    if bucket is not None and not isinstance(bucket, Bucket):
+        raise TypeError(f"bucket takes a Bucket(sizes=..., dims=...), got {bucket!r}")
+    if warmup < 0 or max_captures < 1:
+        raise ValueError(f"warmup is from 0 and max_captures from 1, got {warmup} and {max_captures}")
+    for option, choices in _CHOICES.items():
+        if options[option] not in choices:
+            known = ", ".join(map(repr, choices))
+            raise ValueError(f"{option}={options[option]!r} is unknown: choose one of {known}")
+
+
+def _entered(context: AbstractContextManager[Any]) -> bool:
+    """Enter a context; False where waiting for it would never end."""
+    try:
+        context.__enter__()
+    except CaptureStateError:
+        return False
+    return True
 
 
 def _made_anew(kind: type, fn: Callable[..., Any], options: dict[str, Any]) -> Any:
     return kind(fn, **options)
+
+
+def _with_progress(items: Sequence[Any], title: str) -> Iterable[Any]:
+    """The items behind a progress bar, where tqdm or rich is installed and a person looks."""
+    if sys.stderr.isatty():
+        with suppress(ImportError):
+            from tqdm import tqdm
+
+            return tqdm(items, desc=title)  # type: ignore[no-any-return]
+        with suppress(ImportError):
+            from rich.progress import track
+
+            return track(items, description=title)  # type: ignore[no-any-return]
+    return items

@@ -2,271 +2,197 @@
 
 import functools
 import operator
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Sequence
 
+import attrs
 import torch
 
-from segcapture.callable.bucket import Padded, pad, pad_into
-from segcapture.callable.calls import Call
-from segcapture.callable.signature import Share, has_grad, overlap
+from segcapture.callable.signature import Request
 from segcapture.errors import CaptureFailedError
-from segcapture.writeback.aliases import storage_id
-from segcapture.writeback.memory import (
-    byte_range,
-    copy_into,
-    has_repeats,
-    place_on,
-    same_bits,
-    without_repeats,
-)
-
-Give = functools.partial[torch.Tensor]
-"""From the tensors of a call to one that it gets back; its first argument is that one's position."""
+from segcapture.tensors import View, copy_into, storage_id
 
 _version = operator.attrgetter("_version")
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
 
 class StaticInputs:
-    """Tensors at fixed addresses, that share memory as those of the call do.
+    """Tensors at fixed addresses that share memory as those of the call do; padded ones have their own.
 
-    They hold the values of the tensors that they are made from. Padded ones are contiguous.
+    They hold the values of the tensors that they are made from.
     """
 
-    def __init__(self, call: Call) -> None:
-        tensors, padded = call.tensors, call.padded
-        self._padded = padded
-        self._clashes = call.clashes
-        placed = dict(_placed(tensors, call.shares))
+    def __init__(self, request: Request) -> None:
+        tensors, self._padded = request.tensors, request.padded
         with torch.inference_mode(False), torch.no_grad():
-            self.tensors = [
-                placed[i] if i in placed else _like(tensor, padded.get(i)) for i, tensor in enumerate(tensors)
-            ]
-            self.tensors = [
-                torch.nn.Parameter(static, False) if isinstance(tensor, torch.nn.Parameter) else static
-                for static, tensor in zip(self.tensors, tensors, strict=True)
-            ]
-        for position, first in call.twins:
-            self.tensors[position] = self.tensors[first]
+            self.tensors = list(map(self._made_like, range(len(tensors)), tensors))
+            for overlap in request.overlaps:
+                device = tensors[overlap.positions[0]].device
+                memory = torch.empty(overlap.nbytes, dtype=torch.uint8, device=device).untyped_storage()
+                for i, offset in zip(overlap.positions, overlap.offsets, strict=False):
+                    self.tensors[i] = View.of(tensors[i]).on(memory, offset)
+            for i, tensor in enumerate(tensors):
+                if isinstance(tensor, torch.nn.Parameter):
+                    self.tensors[i] = torch.nn.Parameter(self.tensors[i], False)
+        for static, tensor in zip(self.tensors, tensors, strict=True):
+            static.requires_grad_(tensor.requires_grad)
+        for i, gradient in request.gradients.items():
+            self.tensors[i].grad = self.tensors[gradient]
         self._pointers = [tensor.data_ptr() for tensor in self.tensors]
         self._storages = frozenset(map(storage_id, self.tensors))
-        self._firsts = self._first_of_each()
-        # Layouts belong to the signature, so these hold for the tensors of every call.
-        self._repeats = list(map(has_repeats, self.tensors))
-        self._one_by_one = any(t.is_conj() or t.is_neg() for t in (*self.tensors, *tensors))
-        self._on_host = any(t.device.type == "cpu" for t in self.tensors)
-        self.mutated: list[int] = []
+        self._repeating = {i for i, tensor in enumerate(self.tensors) if View.of(tensor).has_repeats()}
+        apart = [overlap.positions for overlap in request.overlaps if not overlap.offsets]
+        self._read_only = self._repeating.union(*apart)
+        self.on_host = any(tensor.device.type == "cpu" for tensor in self.tensors)
+        """Whether any of them is in host memory."""
+        self.written: list[int] = []
         """Positions of those that the function writes to."""
         self.watched = True
-        """Whether a replay may write to one that is not mutated: an eager break runs in it."""
-        self._away: list[int] = []
-        """Positions of the call's tensors that are the memory of another static input than theirs."""
-        self._with_grad: list[int] = []
-        for i, (tensor, static) in enumerate(zip(tensors, self.tensors, strict=True)):
-            static.requires_grad_(tensor.requires_grad)
-            if tensor.requires_grad and has_grad(tensor):
-                static.grad = torch.zeros_like(_grad(tensor))
-                self._with_grad.append(i)
-        self.fill(tensors)
+        """Whether a replay may write to another one: an eager break runs in it."""
+        self.fill(request)
+
+    def _made_like(self, position: int, tensor: torch.Tensor) -> torch.Tensor:
+        if position in self._padded:
+            return tensor.new_empty(self._padded[position].shape(tensor.shape))
+        if tensor.is_contiguous():  # whatever the strides of dimensions of size 1 are
+            return tensor.new_empty(tensor.shape)
+        return tensor.new_empty_strided(tensor.shape, tensor.stride())
 
     @property
     def nbytes(self) -> int:
         """Bytes of all."""
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in self.tensors}
+        storages = {storage_id(tensor): tensor.untyped_storage().nbytes() for tensor in self.tensors}
         return sum(storages.values())
 
-    @property
-    def on_host(self) -> bool:
-        """Whether any of them is in host memory."""
-        return self._on_host
-
-    def _first_of_each(self) -> list[int]:
-        """Positions without those that are the same bytes in the same shape as an earlier one."""
-        seen: dict[Any, int] = {}
-        for i, t in enumerate(self.tensors):
-            seen.setdefault((self._pointers[i], t.shape, t.stride(), t.dtype) if t.numel() else i, i)
-        return list(seen.values())
-
-    def giver_of(self, tensor: torch.Tensor) -> Give | None:
-        """How to get from a call its own tensor for one that is a static input, or a view of one."""
-        if tensor.layout is not torch.strided:
-            return None
-        for i, static in enumerate(self.tensors):
-            if tensor is static:
-                return functools.partial(_given, i)
-        for i, static in enumerate(self.tensors):
-            if i not in self._padded and tensor.dtype is static.dtype and overlap(tensor, static):
-                delta = int(tensor.storage_offset()) - int(static.storage_offset())
-                view = functools.partial(_view_of_given, i, tensor.shape, tensor.stride(), delta)
-                if same_bits(tensor, static):
-                    return view
-                conj, neg = tensor.is_conj() != static.is_conj(), tensor.is_neg() != static.is_neg()
-                return functools.partial(_other_view_of_given, i, view, conj, neg)
-        return None
-
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether it is memory of a static input."""
+        """Whether a tensor is memory of a static input."""
         return tensor.layout is torch.strided and storage_id(tensor) in self._storages
 
-    def fill(self, tensors: Sequence[torch.Tensor], storages: Collection[int] = ()) -> None:
-        """Copy a call's tensors in; one that already is the static input is not copied.
+    def own_of(self, tensor: torch.Tensor) -> "OwnTensor | None":
+        """How to get, from the tensors of a call, its own one for a static input or a view of one."""
+        for i, static in enumerate(self.tensors):
+            if tensor is static:
+                return OwnTensor(i)
+        for i, static in enumerate(self.tensors if self.holds(tensor) else ()):
+            view, of = View.of(tensor), View.of(static)
+            (low, high), (start, end) = view.byte_range(), of.byte_range()
+            shared = storage_id(tensor) == storage_id(static) and low < end and start < high
+            if shared and view.dtype is of.dtype and i not in self._padded:
+                return OwnTensor(i, view, of)
+        return None
 
-        `storages` are the identities of theirs, of no tensor's where none can be another's static input.
-        """
-        self._away = []
-        if storages and not self._storages.isdisjoint(storages):
-            self._away = [i for i in range(len(tensors)) if self._is_away(i, tensors[i])]
-            tensors = [_apart(t) if i in self._away else t for i, t in enumerate(tensors)]
+    # Copies
+
+    def check_places(self, request: Request) -> None:
+        """Raise CaptureFailedError if a tensor of a call is memory of another static input than its own."""
+        if self._storages.isdisjoint(request.storages):
+            return
+        for tensor, pointer in zip(request.tensors, self._pointers, strict=True):
+            if tensor.data_ptr() != pointer and self.holds(tensor):
+                raise CaptureFailedError(
+                    "An argument is the static input of another, which the call overwrites: pass a clone."
+                )
+
+    def fill(self, request: Request) -> None:
+        """Copy a call's tensors in; one that already is the static input is not copied."""
         targets, sources = [], []
-        for i in self._firsts:
-            tensor, target = tensors[i], self.tensors[i]
-            if i in self._padded:
-                how = self._padded[i][0]
-                pad_into(target, tensor, how.dim, how.fill)
-            elif tensor.data_ptr() != self._pointers[i]:
-                if self._repeats[i]:
-                    target, tensor = without_repeats(target), without_repeats(tensor)
+        for i, (target, source) in enumerate(zip(self.tensors, request.tensors, strict=True)):
+            if i in self._padded or i in self._repeating:
+                with torch.no_grad():
+                    self._padded[i].copy_into(target, source) if i in self._padded else copy_into(
+                        target, source
+                    )
+            elif source.data_ptr() != self._pointers[i]:
                 targets.append(target)
-                sources.append(tensor)
-        for i in self._with_grad:
-            targets.append(_grad(self.tensors[i]))
-            sources.append(_grad(tensors[i]))
-        self._copy(targets, sources)
+                sources.append(source)
+        _copy(targets, sources)
         if self.watched:
             self._versions = list(map(_version, self.tensors))
 
-    def _is_away(self, position: int, tensor: torch.Tensor) -> bool:
-        return tensor.data_ptr() != self._pointers[position] and self.holds(tensor)
-
-    def find_mutated(self, tensors: Sequence[torch.Tensor]) -> None:
+    def find_written(self, request: Request) -> None:
         """Compare with the tensors that they were filled from: which did the function write to?
 
         Raises:
-            CaptureFailedError: one that is padded and shares memory with another argument.
+            CaptureFailedError: one whose elements repeat, or that is padded and shares memory with another.
         """
-        for i, (static, tensor) in enumerate(zip(self.tensors, tensors, strict=True)):
-            original = tensor
-            if i in self._padded:
-                how, size = self._padded[i]
-                original = pad(tensor, how.dim, size, how.fill)
+        for i, (static, tensor) in enumerate(zip(self.tensors, request.tensors, strict=True)):
             # The version misses kernels that torch does not know, the values a write of the same values.
-            if static._version != self._versions[i] or not _same_values(static, original):
-                self.mutated.append(i)
-        self._check_clashes()
+            same = static._version == self._versions[i]
+            if not (same and torch.equal(_bits(self._front(i, tensor)), _bits(tensor))):
+                self.written.append(i)
+        self._check_written()
 
-    def find_newly_mutated(self) -> list[int]:
-        """Positions that are found mutated after a replay for the first time: an eager break wrote there.
+    def find_newly_written(self) -> list[int]:
+        """Positions that are found written after a replay for the first time: an eager break wrote there.
 
         What graph segments write was found at capture. Writes past autograd (`.data`, NumPy) are not seen.
+
+        Raises:
+            CaptureFailedError: as `find_written`.
         """
-        versions = list(map(_version, self.tensors))
-        if versions == self._versions:
-            return []
-        changed = (i for i, (a, b) in enumerate(zip(versions, self._versions, strict=True)) if a != b)
-        new = [i for i in changed if i not in self.mutated]
-        self.mutated += new
-        self._check_clashes()
+        pairs = enumerate(zip(map(_version, self.tensors), self._versions, strict=True))
+        new = [i for i, (now, before) in pairs if now != before and i not in self.written]
+        self.written += new
+        if new:
+            self._check_written()
         return new
 
-    def _check_clashes(self) -> None:
-        if not set(self._clashes).isdisjoint(self.mutated):
+    def _check_written(self) -> None:
+        if not self._read_only.isdisjoint(self.written):
             raise CaptureFailedError(
-                "The function writes to an argument that is padded to a bucket and shares memory with "
-                "another argument, or to that other one. Pass a copy of one of them."
+                "The function writes to an argument whose elements repeat (`expand`), or of two that share "
+                "memory where one is padded to a bucket. Pass a clone of it."
             )
 
-    def copy_back(self, tensors: Sequence[torch.Tensor]) -> None:
+    def _front(self, position: int, like: torch.Tensor) -> torch.Tensor:
+        static = self.tensors[position]
+        return self._padded[position].front(static, like) if position in self._padded else static
+
+    def copy_back(self, request: Request) -> None:
         """Copy what the function wrote to the call's own tensors."""
-        targets, sources = [], []
-        statics, written = self.tensors, self.mutated
-        if self._away:  # `fill` wrote to these
-            statics = [static.clone() for static in statics]
-            written = sorted({*written, *self._away})
-        for i in written:
-            tensor, static = tensors[i], statics[i]
-            if i in self._padded:
-                static = static.narrow(self._padded[i][0].dim, 0, tensor.shape[self._padded[i][0].dim])
-            elif tensor.data_ptr() == self._pointers[i]:
-                continue
-            if has_repeats(tensor):
-                copy_into(tensor, static)
-                continue
-            targets.append(tensor)
-            sources.append(static)
-        self._copy(targets, sources)
-
-    def _copy(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-        if not targets:
-            return
-        if torch.is_grad_enabled():  # else the context would cost as much as a copy
-            with torch.no_grad():
-                self._copy(targets, sources)
-        elif len(targets) == 1 or self._one_by_one:  # a list may have no lazy conjugates or negatives
-            for target, source in zip(targets, sources, strict=True):
-                target.copy_(source)
-        else:
-            torch._foreach_copy_(targets, sources)
+        own = request.tensors
+        away = [i for i in self.written if own[i].data_ptr() != self._pointers[i]]
+        _copy([own[i] for i in away], [self._front(i, own[i]) for i in away])
 
 
-def _given(position: int, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    return tensors[position]
+@attrs.frozen
+class OwnTensor:
+    """From the tensors of a call to one of them, or to what a view of its static input is in it."""
+
+    position: int
+    _view: View | None = None
+    _static: View | None = None
+
+    def __call__(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        tensor, view, static = tensors[self.position], self._view, self._static
+        if view is None or static is None:
+            return tensor
+        move = functools.partial(_moved, static.stride, tensor.stride(), tensor.shape)
+        offset = tensor.storage_offset() + move(view.offset - static.offset)
+        made = tensor.as_strided(view.shape, list(map(move, view.stride)), offset)
+        made = made.conj() if view.bits[0] else made
+        return torch._neg_view(made) if view.bits[1] else made
 
 
-def _view_of_given(
-    position: int, shape: torch.Size, stride: tuple[int, ...], delta: int, tensors: Sequence[torch.Tensor]
-) -> torch.Tensor:
-    tensor = tensors[position]
-    return tensor.as_strided(shape, stride, tensor.storage_offset() + delta)
+def _moved(before: tuple[int, ...], now: tuple[int, ...], shape: torch.Size, distance: int) -> int:
+    """A distance in elements, in a tensor of the same shape that may have other gaps."""
+    if before == now:
+        return distance
+    moved = 0
+    for stride, new, size in sorted(zip(before, now, shape, strict=True), reverse=True):
+        if size > 1:
+            steps, distance = divmod(distance, stride)
+            moved += steps * new
+    return moved + distance  # the rest is of dimensions of size 1
 
 
-def _other_view_of_given(
-    position: int, view: Give, conj: bool, neg: bool, tensors: Sequence[torch.Tensor]
-) -> torch.Tensor:
-    """The view, and with it conjugated or negated."""
-    tensor = view(tensors)
-    if conj:
-        tensor = tensor.conj()
-    return torch._neg_view(tensor) if neg else tensor
+def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    if torch.is_grad_enabled():  # else the context would cost as much as a copy
+        with torch.no_grad():
+            return _copy(targets, sources)
+    if len(targets) == 1:
+        targets[0].copy_(sources[0])
+    elif targets:
+        torch._foreach_copy_(targets, sources)
 
 
-def _grad(tensor: torch.Tensor) -> torch.Tensor:
-    assert tensor.grad is not None
-    return tensor.grad
-
-
-def _apart(tensor: torch.Tensor) -> torch.Tensor:
-    return without_repeats(tensor).clone().expand(tensor.shape)
-
-
-def _placed(tensors: Sequence[torch.Tensor], shares: Sequence[Share]) -> list[tuple[int, torch.Tensor]]:
-    """The static inputs that overlap, at the same distances as the call's tensors."""
-    made = []
-    with torch.inference_mode(False), torch.no_grad():
-        for share in shares:
-            nbytes = 0
-            for position, offset in share:
-                low, high = byte_range(tensors[position])
-                nbytes = max(nbytes, offset + high - low)
-            device = tensors[share[0][0]].device
-            storage = torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage()
-            made += [(i, place_on(storage, tensors[i], offset, device)) for i, offset in share]
-    return made
-
-
-def _like(tensor: torch.Tensor, padded: tuple[Padded, int] | None) -> torch.Tensor:
-    options: dict[str, Any] = {"dtype": tensor.dtype, "device": tensor.device}
-    if padded is None:
-        return torch.empty_strided(tensor.shape, tensor.stride(), **options)
-    dim, size = padded[0].dim, padded[1]
-    return torch.empty((*tensor.shape[:dim], size, *tensor.shape[dim + 1 :]), **options)
-
-
-def _same_values(a: torch.Tensor, b: torch.Tensor) -> bool:
-    with torch.no_grad():
-        a, b = (t.resolve_conj().resolve_neg() if t.is_conj() or t.is_neg() else t for t in (a, b))
-        if a.dtype is torch.complex128:
-            a, b = torch.view_as_real(a), torch.view_as_real(b)
-        kind = _BITS[a.element_size()]
-        return torch.equal(a.detach().view(kind), b.detach().view(kind))
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)

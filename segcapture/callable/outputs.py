@@ -1,155 +1,209 @@
-"""What a capture hands out: copies of its outputs, in the structure that the function returned."""
+"""What a call gets back: copies of what was captured, in the structure that the function returned."""
 
-import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import copy
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
 
-from segcapture.callable.hidden import check_within_reach
-from segcapture.callable.inputs import Give, StaticInputs
-from segcapture.callable.trees import copy_tree, template
-from segcapture.capture import BreakableCUDAGraphCapture
-from segcapture.errors import CaptureFailedError, OutputMismatchError
-from segcapture.writeback.aliases import storage_id
-from segcapture.writeback.reading import Reader
-from segcapture.writeback.structure import is_plain, is_plain_object, walk
+from segcapture.callable.inputs import OwnTensor, StaticInputs
+from segcapture.callable.signature import Arguments, Request, weak
+from segcapture.errors import CaptureFailedError
+from segcapture.tensors import cannot_be_copied, storage_id
+from segcapture.trees import (
+    PLAIN,
+    Place,
+    flatten,
+    hidden_tensor,
+    is_plain_object,
+    set_item,
+    tensors_in,
+    tuple_like,
+)
 
 
-class Outputs:
+class Template:
+    """A nested value that is made again with other items in it.
+
+    Containers are copied as what they are, but for those in places that are `whole`.
+    """
+
+    def __init__(self, places: Sequence[Place], whole: Sequence[bool]) -> None:
+        self._copied: list[tuple[int, list[tuple[Any, int]]]] = []
+        self._tuples: list[tuple[int, list[int]]] = []  # those that are in others before those
+        first: dict[int, int] = {}
+        met = [p.is_container or isinstance(p.value, torch.Tensor) for p in places]
+        at = [first.setdefault(id(p.value), i) if met[i] > whole[i] else i for i, p in enumerate(places)]
+        tuples: dict[int, list[int]] = {}
+        for i, place in enumerate(places):
+            if place.inside is None or whole[i]:
+                continue
+            if isinstance(place.value, tuple):
+                tuples[i] = [at[k] for k in place.inside]
+            else:
+                self._copied.append((i, [(places[k].key, at[k]) for k in place.inside]))
+        while tuples:
+            ready = {i: items for i, items in tuples.items() if tuples.keys().isdisjoint(items)}
+            self._tuples += ready.items()
+            tuples = {i: items for i, items in tuples.items() if i not in ready}
+
+    def make(self, values: list[Any]) -> Any:
+        """The value, from what is in each place (of a tensor in several, in the first). Replaces it there."""
+        for i, _ in self._copied:
+            values[i] = copy.copy(values[i])  # before their items, which may lead back here
+        for i, items in self._tuples:
+            made = [values[k] for k in items]
+            kind, attributes = type(values[i]), getattr(values[i], "__dict__", {})
+            values[i] = tuple_like(kind, attributes, made)
+        for i, pairs in self._copied:
+            for key, k in pairs:
+                set_item(values[i], key, values[k])
+        return values[0]
+
+
+def with_tensors(request: Request, tensors: Sequence[torch.Tensor]) -> Arguments:
+    """The arguments of a call with others in place of its tensors. Objects stay themselves."""
+    new = {id(tensor): tensors[i] for i, tensor in enumerate(request.tensors)}
+    places = flatten(request.arguments)
+    whole = _all_of(places, {i for i, place in enumerate(places) if is_plain_object(place.value)})
+    values = [new.get(id(place.value), place.value) for place in places]
+    made: Arguments = Template(places, whole).make(values)
+    return made
+
+
+def _all_of(places: Sequence[Place], chosen: Collection[int]) -> list[bool]:
+    """Of each place, whether it is chosen or in one that is."""
+    found: list[bool] = []
+    for i, place in enumerate(places):
+        found.append(i in chosen or (i > 0 and found[place.parent]))
+    return found
+
+
+class CallOutputs:
     """The outputs of one capture.
 
     An output that is a static input, or a view of one, is handed out as the call's own tensor: the
     function returned its argument.
+
+    Raises:
+        CaptureFailedError: an output cannot be cut as the bucket says, or holds a tensor where no copy can
+            replace it.
     """
 
-    def __init__(
-        self,
-        out: Any,
-        inputs: StaticInputs,
-        cut: Mapping[int, int],
-        arguments: Collection[int],
-        capture: BreakableCUDAGraphCapture,
-        clone: bool,
-    ) -> None:
-        self.out = out
-        self._cut = cut
-        self.clone = clone
-        # A class of the user's among the arguments is the call's own object, not a result.
-        self._keep = {id(n.value) for n in walk(out) if is_plain_object(n.value) and id(n.value) in arguments}
-        self._given: dict[int, Give] = {}
-        """By the id of an output that is a call's own tensor: how to get it from the call."""
-        self._made: list[torch.Tensor] = []
-        """The other output tensors, each once."""
-        copy_tree(out, self._sort(inputs), objects=True, keep=self._keep)
-
-        def is_ours(tensor: torch.Tensor) -> bool:
-            return inputs.holds(tensor) or (clone and _is_within(tensor, capture.storages()))
-
-        check_within_reach(out, self._keep, is_ours)
-        self._returned = {give.args[0] for give in self._given.values()}
-        # With clones nothing of them is in a caller's hands.
-        self._lent = frozenset() if clone else frozenset(map(storage_id, filter(_is_dense, self._made)))
-        self._all_dense = all(map(_is_dense, self._made))
-        self._rebuild = None
-        if not self._given:
-            self._rebuild = template(out, {id(tensor): i for i, tensor in enumerate(self._made)})
-        # Weakly: an output may belong to somebody who counts its owners.
-        nodes = walk(out)
-        tensors = {i: node.value for i, node in enumerate(nodes) if isinstance(node.value, torch.Tensor)}
-        self._leaves = {index: weakref.ref(tensor) for index, tensor in tensors.items()}
-        plain = {i: node for i, node in enumerate(nodes) if not node.container and i not in tensors}
-        self._plain = {index: node.in_object for index, node in plain.items()}
-        self._read = Reader(nodes, "The function") if capture.num_eager_breaks else None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the outputs, inputs among them left out."""
-        storages = {t.untyped_storage().data_ptr(): t.nbytes for t in self._made if _is_dense(t)}
-        return sum(storages.values())
-
-    def _sort(self, inputs: StaticInputs) -> Callable[[torch.Tensor], torch.Tensor]:
-        def sort(tensor: torch.Tensor) -> torch.Tensor:
-            give = inputs.giver_of(tensor)
-            if give is not None:
-                self._given[id(tensor)] = give
+    def __init__(self, out: Any, inputs: StaticInputs, request: Request, capture: Any, clone: bool) -> None:
+        self.out, self.clone = out, clone
+        places = flatten(out)
+        self._places = places if capture.num_eager_breaks else None  # else nobody changes it
+        self._values = [place.value for place in places]
+        sizes = [padding.size for padding in request.padded.values()]
+        cuts = request.bucket.find_cuts(places, sizes[0]) if request.bucket else {}
+        _check_no_hidden_tensor(places, inputs, capture.storages if clone else list)
+        objects = {i for i, value in enumerate(self._values) if is_plain_object(value)}
+        # An object among the arguments is the call's own, not a result.
+        arguments = {i for i in objects if any(self._values[i] is value for value in request.objects)}
+        without = {i for i in objects if next(tensors_in(self._values[i]), None) is None}
+        whole = _all_of(places, arguments | without)
+        self._own: list[tuple[int, OwnTensor]] = []
+        """Places where a tensor of the call is, and how to get it."""
+        made: dict[int, int] = {}
+        for i, tensor in enumerate(self._values):
+            if not isinstance(tensor, torch.Tensor) or whole[i]:
+                continue
+            if (own_of := inputs.own_of(tensor)) is not None:
+                self._own.append((i, own_of))
             else:
-                self._made.append(tensor)
-            return tensor
+                made.setdefault(id(tensor), i)
+        self._made = list(made.values())
+        """The first places of the other tensors."""
+        self._tensors: list[torch.Tensor] = [self._values[i] for i in self._made]
+        self._cuts = [cuts.get(id(tensor)) for tensor in self._tensors] if cuts else None
+        dense = [tensor for tensor in self._tensors if not cannot_be_copied(tensor)]
+        self._at_once = len(dense) == len(self._tensors) > 1
+        # With clones nothing of them is in a caller's hands.
+        self._lent = frozenset() if clone else frozenset(map(storage_id, dense))
+        self.nbytes = sum({storage_id(tensor): tensor.nbytes for tensor in dense}.values())
+        """Bytes of the outputs, inputs among them left out."""
+        self._template = Template(places, whole)
+        self._arguments: list[tuple[int, Any]] = []
+        if self._places is None:
+            # Objects of the call are held weakly, and containers as they are now.
+            self._arguments = [(i, weak(self._values[i])) for i in arguments]
+            forgotten = [i in arguments or (i > 0 and whole[p.parent]) for i, p in enumerate(places)]
+            self._values = [None if forgotten[i] else place.value for i, place in enumerate(places)]
+            self.out = self._template.make(self._values)
 
-        return sort
-
-    def check_not_lent(self, tensors: Sequence[torch.Tensor], mutated: Iterable[int]) -> None:
+    def check_free(self, request: Request, written: Iterable[int]) -> None:
         """Raise CaptureFailedError if a call writes to, or gets back, an output that it passes.
 
-        Args:
-            tensors: The call's.
-            mutated: Positions of those that it writes to.
+        `written` are the positions of its tensors that it writes to.
         """
-        if self._lent and any(storage_id(tensors[i]) in self._lent for i in (*mutated, *self._returned)):
+        if not self._lent:
+            return
+        returned = {own_of.position for _, own_of in self._own}
+        if any(storage_id(request.tensors[i]) in self._lent for i in {*written, *returned}):
             raise CaptureFailedError(
                 "An argument that the function writes to or returns is an output of an earlier call, which "
                 "this one overwrites as clone_outputs is False. Pass a clone of it, `out.clone()`."
             )
 
-    def collect(self, tensors: Sequence[torch.Tensor], length: int) -> Any:
-        """The outputs of the replay that just ran, for a call with these tensors."""
-        made = self._copies(length)
-        if self._rebuild is not None:
-            return self._rebuild(made)
-        copies = {id(old): new for old, new in zip(self._made, made, strict=True)}
-
-        def replace(tensor: torch.Tensor) -> torch.Tensor:
-            if id(tensor) in self._given:
-                return self._given[id(tensor)](tensors)
-            return copies[id(tensor)]
-
-        return copy_tree(self.out, replace, objects=True, keep=self._keep)
-
     def is_current(self) -> bool:
-        """Whether the containers of the output hold the same tensors: eager functions may fill them."""
-        if self._read is None:
+        """Whether eager functions have left the output's containers and tensors as they were at capture.
+
+        Reads plain values, which may be others.
+        """
+        if self._places is None:
             return True
-        try:
-            found = self._read(self.out)
-        except OutputMismatchError:
+        places = flatten(self.out)
+        if len(places) != len(self._places) or not all(map(_alike, places, self._places)):
             return False
-        same = all(leaf() is found[i] for i, leaf in self._leaves.items())
-        return same and all(is_plain(found[i], in_object) for i, in_object in self._plain.items())
+        self._values = [place.value for place in places]
+        return True
+
+    def collect(self, request: Request) -> Any:
+        """The outputs of the replay that just ran, for a call."""
+        values = self._values.copy()
+        made = self._copies(request.length)
+        for i, tensor in zip(self._made, made, strict=True):
+            values[i] = tensor
+        for i, own_of in self._own:
+            values[i] = own_of(request.tensors)
+        for i, argument in self._arguments:
+            values[i] = argument()
+        return self._template.make(values)
 
     def _copies(self, length: int) -> list[torch.Tensor]:
-        found = self._made
-        if self._cut:
-            found = [t if id(t) not in self._cut else t.narrow(self._cut[id(t)], 0, length) for t in found]
+        found = self._tensors
+        if self._cuts is not None:
+            pairs = zip(found, self._cuts, strict=True)
+            found = [t if dim is None else t.narrow(dim, 0, length) for t, dim in pairs]
         if not self.clone:
             return found
-        if len(found) < 2 or not self._all_dense:
+        if not self._at_once:
             return [tensor.clone() for tensor in found]
         made = [torch.empty_like(tensor) for tensor in found]
         torch._foreach_copy_(made, found)
         return made
 
 
-def check_no_grad(out: Any, grad: bool) -> None:
-    """Raise CaptureFailedError if an output is part of an autograd graph."""
-    for node in walk(out):
-        tensor = node.value
-        if isinstance(tensor, torch.Tensor) and (
-            tensor.grad_fn is not None or (grad and tensor.requires_grad)
-        ):
+def _check_no_hidden_tensor(
+    places: Sequence[Place], inputs: StaticInputs, storages: Callable[[], Iterable[torch.UntypedStorage]]
+) -> None:
+    def is_ours(tensor: torch.Tensor) -> bool:
+        if inputs.holds(tensor) or cannot_be_copied(tensor):
+            return inputs.holds(tensor)
+        at = tensor.data_ptr()
+        return any(s.data_ptr() <= at < s.data_ptr() + s.nbytes() for s in storages())
+
+    for place in places:
+        if what := hidden_tensor(place, is_ours):
             raise CaptureFailedError(
-                f"The function returned a tensor that requires grad at `{node.path}`, and a replay makes no "
-                f"autograd graph. Call it under `torch.no_grad()` or `torch.inference_mode()`; or do the "
-                f"whole training step in it, and return detached tensors."
+                f"The function returned a {type(place.value).__qualname__} at `{place.path}` that holds a "
+                f"captured tensor where no copy can replace it: {what}. Return it in a tuple, list, dict or "
+                f"dataclass."
             )
 
 
-def _is_within(tensor: torch.Tensor, storages: Iterable[torch.UntypedStorage]) -> bool:
-    if not _is_dense(tensor):
-        return False
-    address = tensor.data_ptr()
-    return any(s.data_ptr() <= address < s.data_ptr() + s.nbytes() for s in storages)
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided and type(tensor) in (torch.Tensor, torch.nn.Parameter)
+def _alike(now: Place, before: Place) -> bool:
+    if now.value is before.value:
+        return now.key is before.key or bool(now.key == before.key)
+    return now.key == before.key and type(now.value) in PLAIN and type(before.value) in PLAIN

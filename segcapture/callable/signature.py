@@ -1,268 +1,455 @@
-"""What two calls must have in common to be served by one capture."""
+"""What two calls must have in common to be served by one capture: in values, and in words."""
 
-from collections.abc import Collection, Hashable, Mapping, Sequence
-from types import NoneType
-from typing import Any
+import contextlib
+import functools
+import inspect
+import itertools
+import weakref
+from collections.abc import Callable, Container, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import attrs
 import torch
 
-from segcapture.callable.bucket import Padded
-from segcapture.callable.weights import training_flags, with_children
+from segcapture.ambient import Ambient
+from segcapture.callable.bucket import Bucket, Padding
+from segcapture.callable.state import Modules, training_flags, with_children
 from segcapture.errors import CaptureFailedError
-from segcapture.writeback.aliases import storage_id
-from segcapture.writeback.memory import byte_range, unbridgeable
-from segcapture.writeback.structure import Child, Node, attributes_besides, children, is_plain_object, walk
+from segcapture.tensors import View, cannot_be_copied, storage_id
+from segcapture.trees import PLAIN, Child, Place, attributes_besides, children, flatten, is_plain_object
 
-PLAIN = frozenset((bool, int, str, bytes, NoneType, torch.dtype, torch.device, torch.Size))
-"""Types of values that are compared by value."""
+_PLAIN = frozenset(PLAIN)
+_VARIABLE = inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD)
+_ALIGNMENT = 16  # bytes: what kernels that read whole words ask of addresses and rows
 
-_TYPED = PLAIN | {float, complex, set, frozenset}
-_ALIGNMENT = 16  # bytes; what tensors that share memory keep of their addresses
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
-Share = tuple[tuple[int, int], ...]
-"""Tensors that overlap: position in the call, and byte offset in the memory of all."""
+Words = Mapping[str, Mapping[str, str]]
+"""A call in words: what is in each place, by aspect."""
 
 
-@attrs.frozen(hash=False, eq=False)
-class Same:
-    """An object that is compared by identity, and kept so that no other can have its id."""
+class Identity:
+    """An object that is compared by identity, and held weakly if it can be."""
 
-    value: Any = attrs.field(repr=False)
+    __slots__ = ("_id", "_value")
+
+    def __init__(self, value: Any) -> None:
+        self._id = id(value)
+        self._value = weak(value)
 
     def __eq__(self, other: object) -> bool:
-        return type(other) is Same and other.value is self.value
+        value = self._value()
+        return isinstance(other, Identity) and value is not None and value is other._value()
 
     def __hash__(self) -> int:
-        return id(self.value)
+        return self._id
 
 
-class Reading:
-    """The arguments of one call, flattened: what is compared, and the tensors that are copied."""
+def weak(value: Any, *callback: Callable[[Any], None]) -> Callable[[], Any]:
+    """What gives an object: a weak reference, where that does no harm."""
+    with contextlib.suppress(TypeError):
+        if not isinstance(value, torch.Tensor):  # `torch.utils.swap_tensors` refuses those that have one
+            return weakref.ref(value, *callback)
+    return lambda: value
 
-    __slots__ = ("_padded", "_places", "_seen", "in_place", "key", "padded", "tensors")
 
-    def __init__(self, padded: Mapping[int, tuple[Padded, int]] | None = None) -> None:
-        self.key: list[Any] = []
+class Overlap(NamedTuple):
+    """Tensors of a call that share memory."""
+
+    positions: tuple[int, ...]
+    strides: tuple[tuple[int, ...], ...]
+    offsets: tuple[int, ...]
+    """Of each, in bytes, in the memory of all. None where one is padded: each has then memory of its own."""
+    nbytes: int
+
+
+class Request:
+    """One call, read: what is compared of it, and the tensors that are copied.
+
+    Args:
+        arguments: By position and by name.
+        names: Of the parameters that may be passed by position.
+        ordered: Whether the order of keywords makes a difference: the function sees it in its `**kwargs`.
+        paddings: How tensors are padded, by their id.
+
+    Raises:
+        CaptureFailedError: an argument that cannot be compared with another call's, or copied.
+    """
+
+    ambient: Ambient
+    device: torch.device
+    key: Hashable
+    """The signature."""
+    bucket: Bucket | None
+    length = 0
+    """Of the padded dimension."""
+    overlaps: tuple[Overlap, ...] = ()
+    extra: Any = None
+    """What the user's `key` returned."""
+
+    def __init__(
+        self, arguments: Arguments, names: Sequence[str], ordered: bool, paddings: Mapping[int, Padding]
+    ) -> None:
+        self.arguments, self.names, self._paddings = arguments, names, paddings
+        args, kwargs = arguments
         self.tensors: list[torch.Tensor] = []
-        self.in_place: set[int] = set()
-        """Storages of the tensors in objects, which are used where they are."""
-        self.padded: dict[int, tuple[Padded, int]] = {}
-        """Position of a tensor to pad: how, and its size after."""
-        self._padded = padded or {}
-        self._seen: dict[int, int] = {}
-        self._places: dict[int, int] = {}  # of tensors: one that is passed twice is no two of one memory
-
-    def read(self, args: tuple[Any, ...], kwargs: dict[str, Any], parameters: Collection[str] | None) -> None:
-        """Flatten the arguments of a call.
-
-        Keyword order makes no difference for the names in `parameters` (None: for all): the function
-        sees that of the others in its `**kwargs`.
-
-        Raises:
-            CaptureFailedError: an argument that cannot be compared with another call's.
-        """
-        self.key.append(len(args))
+        """Each once, gradients of others among them."""
+        self.gradients: dict[int, int] = {}
+        """Position of a tensor that has a gradient, and of that."""
+        self.padded: dict[int, Padding] = {}
+        """By position."""
+        self.padded_places = 0
+        self.objects: list[Any] = []
+        """What is compared by identity and used where it is."""
+        self.parts: list[Any] = [len(args)]
+        """What is compared, flattened."""
+        self._positions: dict[int, int] = {}
+        self._containers: dict[int, int] = {}
+        self._met = 0
+        self._in_place: set[int] = set()  # storages of the tensors in objects
         for value in args:
             self._visit(value)
-        if kwargs:
-            names = sorted(kwargs if parameters is None else kwargs.keys() & parameters)
-            if len(names) < len(kwargs):
-                names += [name for name in kwargs if name not in names]
-            self.key += (len(names), *names)
-            for name in names:
-                self._visit(kwargs[name])
-        if self.in_place:
-            self.key.append(self.overlaps_objects())
+        for name in kwargs if ordered else sorted(kwargs):
+            self.parts.append(name)
+            self._visit(kwargs[name])
+        tensors = self.tensors
+        # One tensor that is not padded is compared with no other.
+        self.storages = list(map(storage_id, tensors)) if len(tensors) > 1 or self.padded else []
+        if len(set(self.storages)) < len(self.storages):
+            self.overlaps = tuple(_overlaps(tensors, self.storages, self.padded))
+        if self._in_place and not self._in_place.isdisjoint(map(storage_id, tensors)):
+            raise CaptureFailedError(
+                "An argument shares memory with a tensor in an object among the arguments. Arguments are "
+                "copied, and objects are used as they are: pass it in the object alone."
+            )
 
-    def overlaps_objects(self) -> bool:
-        """Whether a tensor that is copied shares memory with one that is used where it is."""
-        return not self.in_place.isdisjoint(map(storage_id, self.tensors))
+    def check_can_be_captured(self) -> None:
+        """Raise CaptureFailedError for arguments that require grad where no replay can serve them."""
+        found = [tensor for tensor in self.tensors if tensor.requires_grad]
+        if found and (self.ambient.grad or (len(found) > 1 and not all(tensor.is_leaf for tensor in found))):
+            raise CaptureFailedError(
+                "An argument requires grad: a replay makes no autograd graph, and no gradient flows between "
+                "arguments. Call it under `torch.no_grad()` or `torch.inference_mode()`, or pass it detached "
+                "(of several, one that was computed as `x.detach().requires_grad_()`)."
+            )
 
     def _visit(self, value: Any) -> None:
         kind = type(value)
-        key = self.key
-        if kind is torch.Tensor or isinstance(value, torch.Tensor):
+        if isinstance(value, torch.Tensor):
             self._tensor(value)
-        elif kind in PLAIN:
-            key += (kind, value)
-        elif kind is float or kind is complex:
-            key += (kind, repr(value))  # 0.0 is not -0.0, and nan is nan
-        elif kind is tuple:
-            key += (kind, len(value))
-            for item in value:
-                self._visit(item)
-        elif id(value) in self._seen:
-            key += ("again", self._seen[id(value)])
+        elif kind in _PLAIN or kind is slice or kind is set or kind is frozenset:
+            self.parts.append(_typed(value))
+        elif (first := self._containers.setdefault(id(value), len(self._containers))) < self._met:
+            self.parts += ("again", first)
         else:
-            self._seen[id(value)] = len(self._seen)
-            self._container_or_object(kind, value)
+            self._met += 1
+            self._container(kind, value)
 
     def _tensor(self, tensor: torch.Tensor) -> None:
-        if what := unbridgeable(tensor):
+        tensors, paddings = self.tensors, self._paddings
+        padding = paddings.get(id(tensor)) if paddings else None
+        if padding is not None:
+            self.padded_places += 1
+        position = self._positions.setdefault(id(tensor), len(tensors))
+        if position < len(tensors):
+            self.parts.append(position)
+            return
+        if what := cannot_be_copied(tensor):
             raise CaptureFailedError(
                 f"An argument is a {what}, whose values cannot be copied to a static input. "
                 f"Pass a plain dense torch.Tensor, for example the parts that it is made of."
             )
-        position = len(self.tensors)
-        self.tensors.append(tensor)
-        layout: Hashable = tensor.stride()
-        shape: Hashable = tensor.shape
-        if self._padded and id(tensor) in self._padded:
-            how, size = self.padded[position] = self._padded[id(tensor)]
-            dim = how.dim
-            shape, layout = (*tensor.shape[:dim], size, *tensor.shape[dim + 1 :]), dim
-        grad = tensor.requires_grad and (1 + has_grad(tensor))
-        flags = (type(tensor), grad, tensor.is_conj(), tensor.is_neg())
-        first = self._places.setdefault(id(tensor), position)
-        self.key.append((shape, layout, tensor.dtype, tensor.device, flags, first))
+        tensors.append(tensor)
+        shape: tuple[int, ...] = tensor.shape
+        layout: Hashable = True
+        if padding is not None:
+            self.padded[position] = padding
+            shape, layout = padding.shape(tensor.shape), padding.dim
+        elif not tensor.is_contiguous():
+            layout = _layout(shape, tensor.stride(), tensor.dtype.itemsize)
+        gradient = tensor.grad if tensor.requires_grad and tensor.is_leaf else None
+        grad = tensor.requires_grad and (tensor.is_leaf, gradient is None)
+        self.parts.append((shape, layout, tensor.dtype, tensor.device, type(tensor), grad))
+        if gradient is not None:
+            self._visit(gradient)
+            self.gradients[position] = self._positions[id(gradient)]
 
-    def _container_or_object(self, kind: type, value: Any) -> None:
-        key = self.key
-        if kind is slice:
-            key.append(kind)
-            for part in (value.start, value.stop, value.step):
-                self._visit(part)
-            return
-        if kind is set or kind is frozenset:
-            key.append(typed(value))
+    def _container(self, kind: type, value: Any) -> None:
+        parts = self.parts
+        if kind is tuple or kind is list:
+            parts += (kind, len(value))
+            for item in value:
+                self._visit(item)
             return
         content = children(value)
         if content is None:
-            key += (kind, _value_or_identity(value))
+            parts.append(_typed(value))
+            if isinstance(parts[-1][1], Identity):
+                self.objects.append(value)
             if isinstance(value, torch.nn.Module):
-                key.append(training_flags(with_children([value])))
+                parts.append(training_flags(with_children([value])))
         elif is_plain_object(value):
-            key += (kind, Same(value))
-            for node in walk(value)[1:]:
-                key += (node.path, _in_place(node))
-                if isinstance(node.value, torch.Tensor) and node.value.layout is torch.strided:
-                    self.in_place.add(storage_id(node.value))
+            self.objects.append(value)
+            parts += (kind, Identity(value))
+            for place in flatten(value)[1:]:
+                parts += (place.path, _in_place(place))
+                if isinstance(place.value, torch.Tensor) and place.value.layout is torch.strided:
+                    self._in_place.add(storage_id(place.value))
         else:
-            key += (kind, len(content))
+            parts += (kind, len(content))
             for name, _, child in content:
-                key += (type(name), name if type(name) in PLAIN else typed(name))
+                parts.append(_typed(name))
                 self._visit(child)
-            if kind is not list and kind is not dict:
+            if kind is not dict:
                 self._attributes(kind, value, content)
 
     def _attributes(self, kind: type, value: Any, content: Sequence[Child]) -> None:
         """What a container or record has besides its items and fields."""
         for name, item in attributes_besides(value, content):
-            for node in walk(item):
-                place = f".{name}{node.path.removeprefix('out')}"
-                if isinstance(node.value, torch.Tensor):
+            for place in flatten(item, f".{name}"):
+                if isinstance(place.value, torch.Tensor):
                     raise CaptureFailedError(
-                        f"An argument is a {kind.__qualname__} that has a tensor at `{place}`, which is no "
-                        f"item or field of it and is not copied. Make it one, or pass the tensor by itself."
+                        f"An argument is a {kind.__qualname__} with a tensor at `{place.path}`, which is no "
+                        f"item or field of it and is not copied: make it one, or pass the tensor by itself."
                     )
-                self.key += (place, _in_place(node))
+                self.parts += (place.path, _in_place(place))
 
 
-def _value_or_identity(value: Any) -> Hashable:
-    if isinstance(value, float | complex):
-        return (float if isinstance(value, float) else complex).__repr__(value)
-    equal: Any = type(value).__eq__
-    if equal is object.__eq__:
-        return Same(value)
+def _typed(value: Any) -> tuple[type, Any]:
+    """A value that equals another of the same types alone, also inside: 1 is not 1.0, nor True."""
+    kind = type(value)
+    if isinstance(value, float | complex):  # 0.0 is not -0.0, nan is nan, and a class may print as it likes
+        return kind, (float if isinstance(value, float) else complex).__repr__(value)
+    if kind in _PLAIN:
+        return kind, value
+    if kind in (tuple, set, frozenset):
+        return kind, tuple(map(_typed, value))  # the order of a set shows when it is walked
+    if kind is slice:
+        return kind, _typed((value.start, value.stop, value.step))
+    equal: Any = kind.__eq__
+    if equal is object.__eq__ or isinstance(value, torch.Tensor):
+        return kind, Identity(value)
     try:
         hash(value)
     except TypeError:
         raise CaptureFailedError(
-            f"An argument is a {type(value).__qualname__}, which has no hash, so that no other call can be "
-            f"compared with this one. Pass a tensor, or a hashable value."
+            f"An argument is a {kind.__qualname__}, which has no hash, so that no other call can be compared "
+            f"with this one. Pass a tensor, or a hashable value."
         ) from None
-    return value  # type: ignore[no-any-return]
+    return kind, value
 
 
-def _in_place(node: Node) -> Any:
+def _in_place(place: Place) -> Any:
     """What is compared of an object's contents, which are used where they are."""
-    value = node.value
+    value = place.value
     if isinstance(value, torch.Tensor):
-        if value.layout is not torch.strided:
-            return Same(value)
-        bits = (value.is_conj(), value.is_neg())
-        return (value.data_ptr(), value.shape, value.stride(), value.dtype, value.device, bits)
-    if node.container:
+        return View.of(value) if value.layout is torch.strided else Identity(value)
+    if place.is_container:
         return type(value)
     if isinstance(value, torch.nn.Module):
-        return Same(value), training_flags(with_children([value]))
-    return typed(value) if type(value) in _TYPED else Same(value)
+        return Identity(value), training_flags(with_children([value]))
+    return _typed(value) if type(value) in _PLAIN or isinstance(value, set | frozenset) else Identity(value)
 
 
-def typed(value: Any) -> Hashable:
-    """A value that equals another of the same types alone, also inside: 1 is not 1.0, nor True."""
-    kind = type(value)
-    if kind is float or kind is complex:
-        return kind, repr(value)  # 0.0 is not -0.0, and nan is nan
-    if kind in (tuple, set, frozenset):
-        return kind, tuple(map(typed, value))  # the order of a set shows when it is walked
-    return kind, value if kind in PLAIN else _value_or_identity(value)
+# Memory
 
 
-def shared_memory(
-    tensors: Sequence[torch.Tensor], storages: Sequence[int], padded: Mapping[int, Any]
-) -> tuple[Share, ...]:
-    """Which tensors overlap in memory, and how; `storages` are the identities of theirs."""
-    if len(set(storages)) == len(tensors):
-        return ()
-    by_storage: dict[int, list[int]] = {}
-    for position, storage in enumerate(storages):
-        by_storage.setdefault(storage, []).append(position)
-    found: list[Share] = []
-    for positions in by_storage.values():
-        ranges = [(*byte_range(tensors[i]), i) for i in positions if i not in padded]
-        for group in _overlapping(sorted(r for r in ranges if r[0] < r[1])):
-            base = group[0][0] // _ALIGNMENT * _ALIGNMENT
-            found.append(tuple(sorted((position, low - base) for low, position in group)))
-    return tuple(sorted(found))
+@functools.lru_cache(4096)
+def _layout(shape: torch.Size, strides: tuple[int, ...], itemsize: int) -> Hashable:
+    """What kernels ask of strides to choose how they compute, of which the values of results depend.
 
-
-def twins_among(tensors: Sequence[torch.Tensor], padded: Mapping[int, Any]) -> tuple[tuple[int, int], ...]:
-    """Padded tensors that show the same memory in the same way as an earlier one: position and its."""
-    seen: dict[Hashable, int] = {}
-    found = []
-    for i, how in padded.items():
-        t = tensors[i]
-        first = seen.setdefault((t.data_ptr(), t.shape, t.stride(), t.dtype, how), i)
-        if first != i and t.numel():
-            found.append((i, first))
+    That is, from the innermost dimension on: its place, whether it goes on where the one before ends, and
+    where it does not, whether its rows are aligned. Dimensions of size 1 do not count. Tensors whose elements
+    repeat keep their strides.
+    """
+    found: list[tuple[int, bool, bool]] = []
+    end = 1
+    for stride, size, dim in sorted((s, n, d) for d, (n, s) in enumerate(zip(shape, strides, strict=True))):
+        if size == 1:
+            continue
+        if stride < end:
+            return strides
+        row = end * itemsize if found else 0
+        found.append((dim, stride == end, row < _ALIGNMENT or stride * itemsize % _ALIGNMENT == 0))
+        end = stride * size
     return tuple(found)
 
 
-def clashes_among(
-    tensors: Sequence[torch.Tensor], padded: Mapping[int, Any], twins: Sequence[tuple[int, int]]
-) -> tuple[int, ...]:
-    """Tensors that overlap in the call, but not in the static inputs: one of the two is padded."""
-    first = dict(twins)
-    found: set[int] = set()
-    for i in padded:
-        for k, other in enumerate(tensors):
-            if first.get(i, i) != first.get(k, k) and overlap(tensors[i], other):
-                found |= {i, k}
-    return tuple(sorted(found))
+def _overlaps(
+    tensors: Sequence[torch.Tensor], storages: Sequence[int], padded: Container[int]
+) -> list[Overlap]:
+    """Which tensors share memory, and how; `storages` are the identities of theirs."""
+    ranges = sorted((storages[i], *View.of(tensor).byte_range(), i) for i, tensor in enumerate(tensors))
+    groups: list[list[tuple[int, int, int]]] = []
+    end = (-1, 0)
+    for storage, low, high, i in ranges:
+        if low < high:
+            if (storage, low) >= end:
+                groups.append([])
+            groups[-1].append((i, low, high))
+            end = max(end, (storage, high))
+    found = []
+    for group in groups:
+        positions, lows, highs = zip(*sorted(group), strict=True)
+        base = min(lows) // _ALIGNMENT * _ALIGNMENT  # what they keep of their addresses
+        strides, offsets = (tensors[i].stride() for i in positions), (low - base for low in lows)
+        if len(group) > 1 and any(i in padded for i in positions):
+            found.append(Overlap(positions, (), (), 0))
+        elif len(group) > 1:
+            found.append(Overlap(positions, tuple(strides), tuple(offsets), max(highs) - base))
+    return sorted(found)
 
 
-def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether any byte is in the range of both."""
-    if a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr():
-        return False
-    (low, high), (other_low, other_high) = byte_range(a), byte_range(b)
-    return low < other_high and other_low < high
+# Reading
 
 
-def _overlapping(ranges: list[tuple[int, int, int]]) -> list[list[tuple[int, int]]]:
-    """Groups of two or more among sorted (first byte, one past the last, position)."""
-    groups: list[list[tuple[int, int]]] = []
-    end = -1
-    for low, high, position in ranges:
-        if low >= end:
-            groups.append([])
-        groups[-1].append((low, position))
-        end = max(end, high)
-    return [group for group in groups if len(group) > 1]
+class RequestReader:
+    """Reads the calls of one function.
+
+    Raises:
+        ValueError: the bucket names what is none of the function's parameters.
+    """
+
+    def __init__(self, fn: Callable[..., Any], options: Mapping[str, Any], modules: Modules) -> None:
+        self._bucket: Bucket | None = options["bucket"]
+        self._key: Callable[..., Hashable] | None = options["key"]
+        self._device: torch.device | None = options["device"]
+        self._modules = modules
+        body = fn.forward if isinstance(fn, torch.nn.Module) else fn
+        try:
+            parameters = list(inspect.signature(body).parameters.values())
+        except (TypeError, ValueError):  # some builtins have none
+            parameters = [_VARIABLE]
+        self._names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        by_name = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        self._ordered = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        self._ambient: Ambient | None = None
+        if self._bucket is not None and not self._ordered:
+            self._bucket.check_names([*self._names, *by_name])
+
+    def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Request:
+        """The call and its signature.
+
+        Raises:
+            TooLongError: above the largest bucket.
+            CaptureFailedError: an argument that cannot be compared with another call's, or copied.
+            ValueError: the arguments of a bucket differ in length.
+            TypeError: what `key` returned has no hash.
+        """
+        paddings: dict[int, Padding] = {}
+        places = length = 0
+        if self._bucket is not None:
+            paddings, places, length = self._bucket.find(named(args, kwargs, self._names))
+        request = Request((args, kwargs), self._names, self._ordered, paddings)
+        request.bucket, request.length = self._bucket, length
+        if request.padded_places != places:
+            raise CaptureFailedError(
+                "A tensor that the bucket pads is an argument in another place too, which is not named in "
+                "dims. Name it there, or pass a view of it, `x[:]`."
+            )
+        training = self._modules.training()
+        device = self._device_of(request.tensors)
+        if device.type != "cpu":
+            # The value of a scalar on the host goes into a kernel's arguments.
+            request.parts += [t.item() for t in request.tensors if t.device.type == "cpu" and t.dim() == 0]
+        ambient = self._ambient
+        if ambient is None or ambient.device_type != device.type or not ambient.is_current():
+            self._ambient = ambient = Ambient.current(device)
+        request.ambient, request.device = ambient, device
+        extra: Hashable = None
+        if self._key is not None:
+            request.extra = self._key(*args, **kwargs)
+            try:
+                extra = _typed(request.extra)
+            except CaptureFailedError:
+                what = f"key= returned {request.extra!r}, which has no hash: return a tuple, say"
+                raise TypeError(what) from None
+        request.key = (tuple(request.parts), request.overlaps, ambient, training, extra)
+        return request
+
+    def describe(self, request: Request) -> Words:
+        """The signature of a call in words, to be compared with another call's."""
+        words: dict[str, dict[str, str]] = {}
+        paths: dict[int, str] = {}
+        sizes = {id(request.tensors[i]): padding for i, padding in request.padded.items()}
+        for name, value in named(*request.arguments, self._names):
+            for place in flatten(value, name):
+                words[place.path] = _in_words(place, sizes.get(id(place.value)))
+                if isinstance(place.value, torch.Tensor):
+                    words[place.path]["is"] = paths.setdefault(id(place.value), place.path)
+            words[name]["passed"] = f"by {'keyword' if name in request.arguments[1] else 'position'}"
+        for overlap in request.overlaps:
+            found = [paths.get(id(request.tensors[i]), "a gradient") for i in overlap.positions]
+            for path in found:
+                words.setdefault(path, {})["memory"] = f"shared by {', '.join(found)}"
+        words["(ambient)"] = {name: str(value) for name, value in attrs.asdict(request.ambient).items()}
+        words["(training)"] = {"modules": str(self._modules.training())}
+        words["(key)"] = {"returned": repr(request.extra)}
+        return words
+
+    def _device_of(self, tensors: Sequence[torch.Tensor]) -> torch.device:
+        if self._device is not None:
+            return self._device
+        given = (tensor.device for tensor in tensors if tensor.device.type != "cpu")
+        read = (weight.device for module in self._modules.roots for weight in module.parameters())
+        return next(itertools.chain(given, read), torch.device("cpu"))
 
 
-def has_grad(tensor: torch.Tensor) -> bool:
-    """Whether gradients have been accumulated for a tensor."""
-    return tensor.is_leaf and tensor.grad is not None
+def named(args: Sequence[Any], kwargs: Mapping[str, Any], names: Sequence[str]) -> list[tuple[str, Any]]:
+    """Arguments with the names that the function gives them."""
+    positional = [(names[i] if i < len(names) else f"args[{i}]", value) for i, value in enumerate(args)]
+    return [*positional, *sorted(kwargs.items())]
+
+
+# Words
+
+
+def _in_words(place: Place, padding: Padding | None) -> dict[str, str]:
+    value = place.value
+    if isinstance(value, torch.Tensor):
+        shape = value.shape if padding is None else padding.shape(value.shape)
+        words = {"dtype": str(value.dtype).removeprefix("torch."), "shape": str(list(shape))}
+        if value.layout is torch.strided and padding is None:
+            words["stride"] = "contiguous" if value.is_contiguous() else str(list(value.stride()))
+        words |= {"device": str(value.device), "requires_grad": str(value.requires_grad)}
+        return words | {"class": type(value).__qualname__}
+    if (content := children(value)) is None:
+        text = repr(value)
+        words = {"value": text if len(text) <= 60 else f"{text[:57]}..."}
+        return words | ({"training": str(value.training)} if isinstance(value, torch.nn.Module) else {})
+    words = {"type": type(value).__qualname__}
+    return words | ({"object": hex(id(value))} if is_plain_object(value) else {"items": str(len(content))})
+
+
+def summary(words: Words) -> str:
+    """The tensors and values of a call in words."""
+    tensors = {path: f"{path} {a['dtype']} {a['shape']}" for path, a in words.items() if "shape" in a}
+    values = {path: f"{path}={a['value']}" for path, a in words.items() if "value" in a}
+    return ", ".join((tensors | values)[path] for path in words if path in tensors | values) or "no arguments"
+
+
+def difference(new: Words, old: Words) -> list[str]:
+    """In which places two calls differ, the few most telling words of each."""
+    found = []
+    for path in {**old, **new}:
+        a, b = new.get(path, {}), old.get(path, {})
+        aspects = [k for k in {**b, **a} if a.get(k) != b.get(k)]
+        if "shape" in aspects and "stride" in aspects:
+            aspects.remove("stride")  # it follows
+        words = (f"{k} {a.get(k, 'none')}, not {b.get(k, 'none')}" for k in aspects)
+        if not a or not b:
+            found.append(f"{path}: {'present' if a else 'absent'} here")
+        elif aspects:
+            found.append(f"{path}: {'; '.join(words)}")
+    return found
+
+
+def explain(new: Words, others: Sequence[tuple[str, Words]]) -> str:
+    """Why no other signature fits: what differs from the nearest."""
+    if not others:
+        return "the first signature"
+    name, found = min(((name, difference(new, old)) for name, old in others), key=lambda pair: len(pair[1]))
+    more = f"; and {len(found) - 3} more" if len(found) > 3 else ""
+    # These are not in the words.
+    hidden = "an address, a stride, a `.grad`, the order of keywords, or `training` inside of a module"
+    return f"nearest to {name}, which differs in {'; '.join(found[:3]) + more if found else hidden}"
