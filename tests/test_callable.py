@@ -639,6 +639,7 @@ def test_calls_from_several_streams_are_ordered(cuda):
 
 
 @pytest.mark.cuda
+@pytest.mark.filterwarnings("ignore:.*new signatures in a row:UserWarning")
 def test_evicted_captures_free_their_memory(cuda):
     """Shapes that come and go leave nothing behind."""
     g = GraphedCallable(lambda x: x.sin() + 1, device=cuda.device, warmup=0, max_captures=2)

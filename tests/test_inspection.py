@@ -229,8 +229,9 @@ class TestTable:
 
     def test_none_is_a_frozen_value(self, backend):
         """Like any other plain value, in tuples too; named as the function does, or by its place."""
+        x = backend.tensor(3)
         with torch.no_grad(), backend.capture() as g:
-            g.add_eager(lambda x, mask, *rest, size: x + 1, backend.tensor(3), None, (1, 2.5), size="all")
+            g.add_eager(lambda x, mask, *rest, size: x + 1, x, None, (1, 2.5), size="all")
         assert "mask=None, rest[0][0]=1, rest[0][1]=2.5, size='all'" in g.describe()
 
     def test_repr(self, backend):

@@ -220,7 +220,10 @@ class Checks(Listener):
         self._made.clear()
         checks: dict[int, list[Read | Number | KeptObject]] = defaultdict(list)
         kept = self._backend.tensors_kept(segments)
+        bridges = [b for s in segments if isinstance(s, EagerSegment) for b in s.writeback.bridges]
         for found in self._reads.values():
+            if any(bridge.address <= found.address < bridge.address + bridge.nbytes for bridge in bridges):
+                continue  # memory of ours, which the model may have dropped
             read = attrs.evolve(found, kept=kept[found.weak.cdata])
             checks[read.segment].append(read)
             if trouble := read.trouble():
