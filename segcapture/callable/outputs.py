@@ -13,6 +13,7 @@ from segcapture.tensors import cannot_be_copied, storage_id
 from segcapture.trees import (
     PLAIN,
     Place,
+    children,
     flatten,
     hidden_tensor,
     is_plain_object,
@@ -66,8 +67,7 @@ def with_tensors(request: Request, tensors: Sequence[torch.Tensor]) -> Arguments
     places = flatten(request.arguments)
     whole = _all_of(places, {i for i, place in enumerate(places) if is_plain_object(place.value)})
     values = [new.get(id(place.value), place.value) for place in places]
-    made: Arguments = Template(places, whole).make(values)
-    return made
+    return Template(places, whole).make(values)  # type: ignore[no-any-return]
 
 
 def _all_of(places: Sequence[Place], chosen: Collection[int]) -> list[bool]:
@@ -92,8 +92,11 @@ class CallOutputs:
     def __init__(self, out: Any, inputs: StaticInputs, request: Request, capture: Any, clone: bool) -> None:
         self.out, self.clone = out, clone
         places = flatten(out)
-        self._places = places if capture.num_eager_breaks else None  # else nobody changes it
         self._values = [place.value for place in places]
+        self._read: list[tuple[Any, Any, bool]] | None = None  # nobody changes the output
+        if capture.num_eager_breaks:
+            keys = [None if p.inside is None else _content(p.value, p.in_object)[0] for p in places]
+            self._read = [(p.value, keys[i], p.in_object) for i, p in enumerate(places)]
         sizes = [padding.size for padding in request.padded.values()]
         cuts = request.bucket.find_cuts(places, sizes[0]) if request.bucket else {}
         _check_no_hidden_tensor(places, inputs, capture.storages if clone else list)
@@ -124,7 +127,7 @@ class CallOutputs:
         """Bytes of the outputs, inputs among them left out."""
         self._template = Template(places, whole)
         self._arguments: list[tuple[int, Any]] = []
-        if self._places is None:
+        if self._read is None:
             # Objects of the call are held weakly, and containers as they are now.
             self._arguments = [(i, weak(self._values[i])) for i in arguments]
             forgotten = [i in arguments or (i > 0 and whole[p.parent]) for i, p in enumerate(places)]
@@ -150,12 +153,19 @@ class CallOutputs:
 
         Reads plain values, which may be others.
         """
-        if self._places is None:
+        if self._read is None:
             return True
-        places = flatten(self.out)
-        if len(places) != len(self._places) or not all(map(_alike, places, self._places)):
-            return False
-        self._values = [place.value for place in places]
+        values = [self.out]
+        for i, (before, keys, in_object) in enumerate(self._read):
+            value = values[i]
+            if value is not before and not (type(value) in PLAIN and type(before) in PLAIN):
+                return False
+            if keys is not None:
+                found, items = _content(value, in_object)
+                if found != keys:
+                    return False
+                values += items
+        self._values = values
         return True
 
     def collect(self, request: Request) -> Any:
@@ -190,8 +200,7 @@ def _check_no_hidden_tensor(
     def is_ours(tensor: torch.Tensor) -> bool:
         if inputs.holds(tensor) or cannot_be_copied(tensor):
             return inputs.holds(tensor)
-        at = tensor.data_ptr()
-        return any(s.data_ptr() <= at < s.data_ptr() + s.nbytes() for s in storages())
+        return any(0 <= tensor.data_ptr() - memory.data_ptr() < memory.nbytes() for memory in storages())
 
     for place in places:
         if what := hidden_tensor(place, is_ours):
@@ -202,7 +211,11 @@ def _check_no_hidden_tensor(
             )
 
 
-def _alike(now: Place, before: Place) -> bool:
-    if now.value is before.value:
-        return now.key is before.key or bool(now.key == before.key)
-    return now.key == before.key and type(now.value) in PLAIN and type(before.value) in PLAIN
+def _content(container: Any, in_object: bool) -> tuple[Any, Iterable[Any]]:
+    """Keys (their number where they are positions) and items of a container."""
+    if isinstance(container, tuple | list):
+        return len(container), container
+    if isinstance(container, dict):
+        return list(container), container.values()
+    content = children(container, in_object) or ()
+    return [key for key, _, _ in content], [item for *_, item in content]
