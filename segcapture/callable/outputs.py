@@ -122,7 +122,7 @@ class CallOutputs:
         dense = [tensor for tensor in self._tensors if not cannot_be_copied(tensor)]
         self._at_once = len(dense) == len(self._tensors) > 1
         # With clones nothing of them is in a caller's hands.
-        self._lent = frozenset() if clone else frozenset(map(storage_id, dense))
+        self._overwritten = frozenset() if clone else frozenset(map(storage_id, dense))
         self.nbytes = sum({storage_id(tensor): tensor.nbytes for tensor in dense}.values())
         """Bytes of the outputs, inputs among them left out."""
         self._template = Template(places, whole)
@@ -139,10 +139,10 @@ class CallOutputs:
 
         `written` are the positions of its tensors that it writes to.
         """
-        if not self._lent:
+        if not self._overwritten:
             return
         returned = {own_of.position for _, own_of in self._own}
-        if any(storage_id(request.tensors[i]) in self._lent for i in {*written, *returned}):
+        if any(storage_id(request.tensors[i]) in self._overwritten for i in {*written, *returned}):
             raise CaptureFailedError(
                 "An argument that the function writes to or returns is an output of an earlier call, which "
                 "this one overwrites as clone_outputs is False. Pass a clone of it, `out.clone()`."
