@@ -51,6 +51,10 @@ class Ambient:
             and (not self.autocast_cpu[0] or torch.get_autocast_dtype("cpu") is self.autocast_cpu[1])
         )
 
+    def has_autocast(self) -> bool:
+        """Whether autocast is on."""
+        return self.autocast[0] or self.autocast_cpu[0]
+
     def below_autograd(self) -> "Ambient":
         """The state that an operator sees after autograd and autocast have done their part."""
         return attrs.evolve(
@@ -78,19 +82,19 @@ class Ambient:
             yield torch.set_grad_enabled(self.grad)
         for device_type, wanted in {self.device_type: self.autocast, "cpu": self.autocast_cpu}.items():
             if wanted[0] or torch.is_autocast_enabled(device_type):
-                # Its cache stays off: a cast made in one segment would be freed under the next one.
-                yield torch.autocast(device_type, dtype=wanted[1], enabled=wanted[0], cache_enabled=False)
+                yield torch.autocast(device_type, dtype=wanted[1], enabled=wanted[0])
 
 
 @contextmanager
 def capture_ambient() -> Iterator[None]:
-    """What holds during a capture: no autocast cache, and backward on the capturing thread (C12)."""
-    cached = torch.is_autocast_cache_enabled()
+    """What holds during a capture: backward on the capturing thread (C12), and no weight cast from outside.
+
+    The autocast cache stays as it is, since torch.compile guards on it; it is cleared here and around each
+    break, so that no cast crosses a boundary between eager and captured code.
+    """
     torch.clear_autocast_cache()
-    torch.set_autocast_cache_enabled(False)
     try:
         with torch.autograd.set_multithreading_enabled(False):
             yield
     finally:
         torch.clear_autocast_cache()
-        torch.set_autocast_cache_enabled(cached)

@@ -1,14 +1,14 @@
 """What a recorded call keeps so that it can be made again (contract C3)."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection
 from typing import Any
 
 import attrs
 import torch
 
 from segcapture.errors import CaptureFailedError
-from segcapture.writeback.memory import changes, view_of
-from segcapture.writeback.structure import rebuild
+from segcapture.tensors import View, has_own_aliases, own_alias, shows_memory_alone
+from segcapture.trees import flatten, map_tuples
 
 
 class Live:
@@ -41,26 +41,9 @@ def _ask(value: Any) -> Any:
 def resolve(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments with each `Live` (at top level or in a tuple) replaced by its value of now."""
     return (
-        tuple(rebuild(value, _ask) for value in args),
-        {key: rebuild(value, _ask) for key, value in kwargs.items()},
+        tuple([map_tuples(value, _ask) for value in args]),
+        {key: map_tuples(value, _ask) for key, value in kwargs.items()},
     )
-
-
-def has_live(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether any argument is a `Live`, at top level or in a tuple."""
-    return any(
-        type(value) is Live or (isinstance(value, tuple) and has_live(value, {}))
-        for value in (*args, *kwargs.values())
-    )
-
-
-def _check_holds_no_live(container: list[Any] | dict[Any, Any]) -> None:
-    items = container.values() if isinstance(container, dict) else container
-    if any(type(item) is Live for item in items):
-        raise TypeError(
-            f"A Live is in a {type(container).__qualname__}, which goes to the function as it is, so that "
-            f"nobody asks it. Pass it by itself or in a tuple, or put new values into the container."
-        )
 
 
 @attrs.frozen(eq=False)
@@ -70,39 +53,8 @@ class Call:
     fn: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    live: bool
-
-    @classmethod
-    def record(
-        cls,
-        fn: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        alias: Callable[[torch.Tensor], torch.Tensor | None],
-        aliases: dict[int, torch.Tensor],
-    ) -> "Call":
-        """Keep a call.
-
-        `alias` gives the tensor to keep instead of one, or None to keep it itself. What is kept goes into
-        `aliases`, by the id of the tensor that was passed.
-        """
-
-        def keep(value: Any) -> Any:
-            if not isinstance(value, torch.Tensor):
-                if isinstance(value, list | dict):
-                    _check_holds_no_live(value)
-                return value
-            if id(value) not in aliases:
-                made = alias(value)
-                aliases[id(value)] = value if made is None else made
-            return aliases[id(value)]
-
-        return cls(
-            fn,
-            tuple(rebuild(value, keep) for value in args),
-            {key: rebuild(value, keep) for key, value in kwargs.items()},
-            has_live(args, kwargs),
-        )
+    live: bool = False
+    """Whether a `Live` is among the arguments."""
 
     def invoke(self) -> Any:
         """Call the function again."""
@@ -111,24 +63,103 @@ class Call:
         args, kwargs = resolve(self.args, self.kwargs)
         return self.fn(*args, **kwargs)
 
-    def references_to(self, tensor: torch.Tensor) -> int:
-        """How many references to this very tensor object the call itself keeps."""
-        return _count(self.args, tensor) + _count(tuple(self.kwargs.values()), tensor)
 
+class Arguments:
+    """The arguments of a break that is called now: for this call, and for those at replay.
 
-def check_views(where: str, tensors: Iterable[torch.Tensor], aliases: Mapping[int, torch.Tensor]) -> None:
-    """Raise CaptureFailedError if a function changed in place how an argument shows the capture's memory."""
-    for tensor in tensors:
-        before = aliases.get(id(tensor), tensor)
-        if before is not tensor and (what := changes(view_of(before), view_of(tensor))):
+    Args:
+        call: What was called. Attribute `now` has its arguments of now, and `kept` what a replay uses.
+        alias: The non-owning alias to keep of a tensor of this capture; None for any other tensor.
+        grad: Whether autograd would record what the function does.
+
+    Raises:
+        TypeError: a `Live` is in a list or dict, where nobody asks it.
+    """
+
+    def __init__(
+        self, call: Call, alias: Callable[[torch.Tensor], torch.Tensor | None], *, grad: bool
+    ) -> None:
+        self._alias = alias
+        self._aliases: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """By the identity of a tensor: itself, and what is kept instead."""
+        self._live = False
+        args = tuple([map_tuples(value, self._keep) for value in call.args])
+        kwargs = {key: map_tuples(value, self._keep) for key, value in call.kwargs.items()}
+        self.kept = Call(call.fn, args, kwargs, self._live)
+        self.now = Call(call.fn, *resolve(call.args, call.kwargs)) if self._live else call
+        places = [] if not grad else flatten((self.now.args, self.now.kwargs))
+        # What an object holds, an optimizer say, is its own affair.
+        given = [p.value for p in places if isinstance(p.value, torch.Tensor) and not p.in_object]
+        self._versions = [(tensor, tensor._version) for tensor in given if tensor.requires_grad]
+
+    @property
+    def given(self) -> Collection[int]:
+        """Identities of the tensors that were passed, by themselves or in tuples."""
+        return self._aliases.keys()
+
+    def _keep(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            if id(value) not in self._aliases:
+                self._aliases[id(value)] = value, self._kept_for(value)
+            return self._aliases[id(value)][1]
+        if type(value) is Live:
+            self._live = True
+        elif isinstance(value, list | dict):
+            items = value.values() if isinstance(value, dict) else value
+            if any(type(item) is Live for item in items):
+                raise TypeError(
+                    f"A Live is in a {type(value).__qualname__}, which goes to the function as it is, so "
+                    f"that nobody asks it. Pass it by itself or in a tuple, or put new values into the "
+                    f"container."
+                )
+        return value
+
+    def _kept_for(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.requires_grad and not tensor.is_leaf:
+            tensor = tensor.detach()  # else its graph would be kept
+        alias = self._alias(tensor)
+        if alias is None and shows_memory_alone(tensor) and tensor.layout is torch.strided:
+            # Memory that a break has returned: what we keep must not count as an owner of it.
+            alias = own_alias(tensor) if has_own_aliases(tensor.untyped_storage()) else None
+        return tensor if alias is None else alias
+
+    def check_unchanged(self, segment: int, where: str) -> None:
+        """Raise CaptureFailedError if the function did to an argument what a replay cannot repeat.
+
+        That is: it changed in place how a tensor of this capture shows its memory, or it wrote to a tensor
+        that requires grad.
+        """
+        for tensor, kept in self._aliases.values():
+            if kept is tensor or tensor.requires_grad:
+                continue
+            if (
+                tensor.shape != kept.shape
+                or tensor.stride() != kept.stride()
+                or tensor.data_ptr() != kept.data_ptr()
+            ):
+                changes = View.of(kept).changes(View.of(tensor))
+                raise CaptureFailedError(
+                    f"{where} changed an argument in place ({changes}), and a replay would go on from that. "
+                    f"Work on a view of it, and return that.",
+                    segment=segment,
+                )
+        if any(tensor._version != version for tensor, version in self._versions):
             raise CaptureFailedError(
-                f"{where} changed an argument in place ({what}), and a replay would go on from that. Work on "
-                f"a view of it, and return that."
+                f"{where} wrote to an argument that requires grad. An eager break is opaque to autograd: it "
+                f"may only read such a tensor. {WAYS_AROUND_AUTOGRAD}",
+                segment=segment,
             )
 
 
-def _count(value: Any, tensor: torch.Tensor) -> int:
-    """How often a tensor object occurs in nested tuples."""
-    if isinstance(value, tuple):
-        return sum(_count(item, tensor) for item in value)
-    return int(value is tensor)
+WAYS_AROUND_AUTOGRAD = (
+    "Capture under `torch.no_grad()` or `torch.inference_mode()`; or, to train through it, call the function "
+    "in the `forward` and `backward` of a `torch.autograd.Function`."
+)
+
+
+def has_live(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether any argument is a `Live`, at top level or in a tuple."""
+    return any(
+        type(value) is Live or (isinstance(value, tuple) and has_live(value, {}))
+        for value in (*args, *kwargs.values())
+    )

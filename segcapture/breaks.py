@@ -62,12 +62,12 @@ def eager_break_during_capture(
 
     @functools.wraps(fn)
     def call(*args: Any, **kwargs: Any) -> Any:
-        recording = state.recording
-        if recording is None or not recording.breaks_at(break_name):
+        run = state.run
+        if run is None or not run.breaks_at(break_name):
             if has_live(args, kwargs):
                 args, kwargs = resolve(args, kwargs)
             return fn(*args, **kwargs)
-        return recording.record_break(fn, args, kwargs, break_name, capture_stub)
+        return run.record_break(fn, args, kwargs, break_name, capture_stub)
 
     # Without this, torch.compile would trace our own frames.
     disable: Any = torch.compiler.disable
@@ -79,13 +79,13 @@ def break_graph(name: str = "") -> None:
 
     Outside of a capture and inside of an eager segment it does nothing.
     """
-    if state.recording is not None:
-        state.recording.split(name)
+    if state.run is not None:
+        state.run.split(name)
 
 
 def is_capturing() -> bool:
     """Whether the calling thread is inside of a capture, eager breaks included."""
-    return state.recording is not None
+    return state.run is not None
 
 
 def _name_of(fn: Any) -> str:

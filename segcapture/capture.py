@@ -3,24 +3,28 @@
 import enum
 import os
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from segcapture.ambient import Ambient
 from segcapture.backends import make_backend
 from segcapture.errors import CaptureFailedError, CaptureStateError
-from segcapture.inspect.check import Checks
-from segcapture.inspect.guard import Guard
-from segcapture.inspect.methods import Inspection
 from segcapture.operators.break_on import OperatorBreaks
-from segcapture.options import Options
-from segcapture.recorder import Recording
+from segcapture.recorder import Options, Recorder
+from segcapture.replay import OperatorStep, Watch
 from segcapture.segments import GraphSegment, Segment
 from segcapture.thread import state
+
+if TYPE_CHECKING:
+    from segcapture.inspect.check import Checks
+    from segcapture.inspect.memory import MemoryReport
+    from segcapture.inspect.profile import ProfileReport
+    from segcapture.inspect.verify import VerifyReport
 
 MODES = ("breakable", "full", "debug")
 
@@ -35,7 +39,7 @@ class _Status(enum.Enum):
     INVALID = "was invalidated"
 
 
-class BreakableCUDAGraphCapture(Inspection):
+class BreakableCUDAGraphCapture:
     """Capture the operations of a `with` block as segments, and replay them.
 
     The block runs as usual: each graph segment is launched once as soon as it is closed, and eager
@@ -105,7 +109,7 @@ class BreakableCUDAGraphCapture(Inspection):
             capture_error_mode=capture_error_mode,
             generators=tuple(generators),
         )
-        self._recording: Recording | None = None
+        self._recorder: Recorder | None = None
         self._reason = ""
         self._clear()
 
@@ -113,20 +117,20 @@ class BreakableCUDAGraphCapture(Inspection):
         self._status = _Status.NEW
         self._segments: tuple[Segment, ...] = ()
         self._replayer: Callable[[], None] | None = None
-        self._guard: Guard | None = None
+        self._watch: Watch | None = None
 
     @classmethod
     def current(cls) -> "BreakableCUDAGraphCapture | None":
         """The capture that the calling thread is inside of, or None."""
-        if state.recording is None:
+        if state.run is None:
             return None
-        owner: BreakableCUDAGraphCapture = state.recording.owner
+        owner: BreakableCUDAGraphCapture = state.run.owner
         return owner
 
     @property
     def segments(self) -> tuple[Segment, ...]:
         """The segments in the order of replay."""
-        return tuple(self._recording.segments) if self._recording is not None else self._segments
+        return tuple(self._recorder.segments) if self._recorder is not None else self._segments
 
     @property
     def num_graphs(self) -> int:
@@ -151,56 +155,50 @@ class BreakableCUDAGraphCapture(Inspection):
     # Capture
 
     def __enter__(self) -> "BreakableCUDAGraphCapture":
-        if state.recording is not None:
-            raise CaptureStateError(
-                f"This thread is already capturing ({state.recording.place}). Captures do not nest: leave "
-                f"the outer `with` block first."
-            )
-        if self._status is not _Status.NEW:
+        if self._status is not _Status.NEW and state.run is None:
             raise CaptureStateError(f"{self._title()} {self._status.value}: call reset() to capture again.")
-        self._status = _Status.CAPTURING
         self._ambient = Ambient.current(self.device)
-        checks = Checks(self._backend) if self._check else None
-        self._recording = Recording(self, self._backend, self._options, checks)
-        try:
-            self._recording.enter()
-        except BaseException:
-            self._recording = None
-            self._status = _Status.FAILED
-            raise
+        self._checks = self._new_checks() if self._check else None
+        recorder = Recorder(self, self._backend, self._options, [self._checks] if self._checks else [])
+        recorder.enter()
+        self._recorder, self._status = recorder, _Status.CAPTURING
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        recording = self._recording
-        if recording is None or recording.thread != threading.get_ident():
+        recorder = self._recorder
+        if recorder is None or recorder.thread != threading.get_ident():
             raise CaptureStateError(
                 f"{self._title()} was entered in another thread, or not at all, and CUDA ties a capture to "
                 f"its thread: leave the `with` block in the thread that entered it."
             )
         failure = error
-        if failure is None and recording.failure is not None:
-            failure = self._swallowed(recording.failure)
+        if failure is None and recorder.failure is not None:
+            failure = self._swallowed(recorder.failure)
         if failure is None:
             try:
-                recording.finish()
+                recorder.finish()
             except BaseException as at_end:
                 failure = at_end
-        self._recording = None
+        self._recorder = None
         self._status = _Status.FAILED
-        recording.leave(failure)
+        recorder.leave(failure)
         if failure is None:
-            self._segments = tuple(recording.segments)
-            self._guard = recording.guard
-            watch = None if self._guard is None else self._guard.segment
-            self._replayer = self._backend.replayer(self._segments, watch)
+            self._segments = tuple(recorder.segments)
+            self._watch = None if self._checks is None else self._checks.guard
+            self._replayer = self._backend.replayer(self._segments, self._watch)
             self._status = _Status.READY
         elif failure is not error:
             try:
                 raise failure
             finally:
                 del failure, error  # this frame is in its traceback: no cycle
+
+    def _new_checks(self) -> "Checks":
+        from segcapture.inspect.check import Checks
+
+        return Checks(self._backend)
 
     def _swallowed(self, caught: BaseException) -> CaptureFailedError:
         failure = CaptureFailedError(
@@ -227,13 +225,13 @@ class BreakableCUDAGraphCapture(Inspection):
         """
         if not callable(fn):
             raise TypeError(f"add_eager takes a function, got {fn!r}")
-        recording = state.recording
-        if recording is None or recording.owner is not self:
+        run = state.run
+        if run is None or run.owner is not self:
             raise CaptureStateError(
                 f"add_eager needs a running capture: {self._title()} {self._status.value}, or another thread "
                 f"is inside of it. Call it inside of the `with` block."
             )
-        return recording.record_break(fn, args, kwargs, getattr(fn, "__name__", type(fn).__name__))
+        return run.record_break(fn, args, kwargs, getattr(fn, "__name__", type(fn).__name__))
 
     # Replay
 
@@ -253,7 +251,7 @@ class BreakableCUDAGraphCapture(Inspection):
         """
         if self._replayer is None:
             raise self._cannot_replay()
-        if state.recording is not None and not state.recording.inside_eager:
+        if state.run is not None and not state.run.inside_eager:
             raise CaptureStateError(
                 "replay() inside of a graph segment would be captured in part and run in part: call it in "
                 "a function marked `@eager_break_during_capture`."
@@ -285,7 +283,162 @@ class BreakableCUDAGraphCapture(Inspection):
 
     def exclusive(self) -> AbstractContextManager[None]:
         """For the block: the current stream comes after all replays in this pool, and no thread replays."""
-        return self._backend.turn()
+        return self._backend.exclusive()
+
+    # Inspection. What it needs is loaded when it is called.
+
+    def __repr__(self) -> str:
+        name = f" {self.name!r}" if self.name else ""
+        return f"<{type(self).__name__}{name}: {self._status.name.lower()}, {self._counts()}>"
+
+    def __str__(self) -> str:
+        return self.describe()
+
+    def describe(self) -> str:
+        """The segment table as text: kind, name, file:line, kernels, frozen arguments, bridges, totals."""
+        from segcapture.inspect.table import text
+
+        return text(self._headline(), self.segments)
+
+    def __rich__(self) -> Any:
+        from segcapture.inspect.table import rich_table
+
+        return rich_table(self._headline(), self.segments)
+
+    def _repr_html_(self) -> str:
+        from segcapture.inspect.table import html
+
+        return html(self._headline(), self.segments)
+
+    def to_dot(self, path: str | Path) -> None:
+        """Write the segments, and the bytes that bridges carry between them, as a Graphviz file."""
+        from segcapture.inspect.table import dot
+
+        Path(path).write_text(dot(self.name, self.segments))
+
+    def steps(self) -> Iterator[Segment | OperatorStep]:
+        """Replay one segment at a time, synchronised: at each `yield` memory shows the state after it.
+
+        In `mode="debug"` it stops after each operator of a graph segment too, and yields an `OperatorStep`
+        (whose `kind` is `"operator"`) before the segment itself.
+
+        Raises:
+            CaptureStateError: as `replay`.
+        """
+        self._check_ready()
+        return self._steps()
+
+    def _steps(self) -> Iterator[Segment | OperatorStep]:
+        for segment in self._segments:
+            if self._watch is not None:
+                self._watch(segment)
+            if isinstance(segment, GraphSegment) and self.mode == "debug":
+                tape: Any = segment.graph
+                for entry in tape.launch_stepwise():
+                    self._backend.wait_for_host_copies()
+                    yield OperatorStep(entry.name, entry.place, segment, tuple(entry.results()))
+            else:
+                self._backend.run(segment)
+            yield segment
+
+    def verify(
+        self,
+        fn: Callable[..., Any],
+        /,
+        *args: Any,
+        outputs: Any = None,
+        state: Any = (),
+        before: Callable[[], object] | None = None,
+        rtol: float | None = None,
+        atol: float | None = None,
+        **kwargs: Any,
+    ) -> "VerifyReport":
+        """Compare the capture with `fn(*args, **kwargs)`, and name the first segment that differs.
+
+        The function runs eagerly twice, then the capture runs segment by segment, all three from the same
+        inputs and state; arguments and outputs are compared at each break, then `outputs`, then what the
+        runs leave in the tensors of the caller, gradients included. Afterwards tensors, which of them
+        stands where, and random states are as before.
+
+        Restored between runs are the tensors that the arguments and `fn` refer to (parameters, buffers
+        and tensor attributes of modules, gradients, what a function closes over, the globals that it
+        names), and the random states. A function that puts other tensors into such places runs a third
+        time: if its result depends on what it put there, that is a difference. Needs memory for a copy of
+        them, and of what passes each break; of tensors above 64 MiB that pass a break an even sample is
+        compared.
+
+        Args:
+            fn: The function that was captured.
+            args: Its arguments: the static inputs of the capture, holding the values to try.
+            outputs: What the function returned in the `with` block. Left out: compared are breaks alone.
+            state: Further tensors, modules, optimizers and generators that a run changes.
+            before: Called before each run, to put back what is no tensor.
+            rtol: Relative tolerance. Left out: as `torch.testing.assert_close`, by dtype.
+            atol: Absolute tolerance, likewise.
+            kwargs: Keyword arguments of `fn`.
+
+        Returns:
+            A report that is true if all agrees; print it.
+
+        Raises:
+            CaptureStateError: as `replay`, or this thread is inside of a capture.
+            Exception: what the function or a segment raises.
+        """
+        from segcapture.inspect.verify import verify
+
+        self._check_ready()
+        return verify(
+            fn,
+            args,
+            kwargs,
+            owner=self,
+            options=self._options,
+            ambient=self._ambient,
+            backend=self._backend,
+            segments=self._segments,
+            outputs=outputs,
+            state=state,
+            before=before,
+            rtol=rtol,
+            atol=atol,
+        )
+
+    def profile(self, n: int = 20) -> "ProfileReport":
+        """Replay `2 n` times and measure each segment on the host and on the GPU.
+
+        Half of the replays run as usual, for the total. The other half runs with a clock around each
+        segment and, on CUDA, an event before and after it. State advances as in any replay.
+
+        Returns:
+            A report; print it, or `report.plot(path)` draws the timeline of one replay.
+
+        Raises:
+            ValueError: `n` is not positive.
+            CaptureStateError: as `replay`.
+        """
+        from segcapture.inspect.profile import profile
+
+        self._check_ready()
+        return profile(self._headline(), self._segments, self._backend, self.replay, n)
+
+    def memory_report(self) -> "MemoryReport":
+        """Bytes of the pool, and of bridges and kept arguments by segment."""
+        from segcapture.inspect.memory import memory_report
+
+        return memory_report(self._headline(), self.segments, self._backend)
+
+    def _headline(self) -> str:
+        name = f"capture {self.name!r}" if self.name else "capture"
+        return f"{name} on {self.device}, mode {self.mode}: {self._counts()}"
+
+    def _counts(self) -> str:
+        graphs, eager = self.num_graphs, self.num_eager_breaks
+        return (
+            f"{graphs} graph segment{'' if graphs == 1 else 's'}, "
+            f"{eager} eager segment{'' if eager == 1 else 's'}"
+        )
+
+    # What it cannot do
 
     def _check_ready(self) -> None:
         if self._replayer is None:

@@ -31,7 +31,7 @@ def check_same_segments(capture: "BreakableCUDAGraphCapture", group: Any = None)
     """
     import torch.distributed as dist
 
-    if state.recording is not None and not state.recording.inside_eager:
+    if state.run is not None and not state.run.inside_eager:
         raise CaptureStateError(
             "check_same_segments in a graph segment would be captured itself: call it after the `with` block."
         )

@@ -1,88 +1,172 @@
-"""A running capture: the boundaries between its segments, and what happens when something fails."""
+"""One running capture: its boundaries, and what happens when something fails."""
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack
+from typing import Any
 
+import attrs
 import torch
 
 from segcapture.ambient import Ambient, capture_ambient
-from segcapture.arguments import Call, check_views, resolve
+from segcapture.arguments import WAYS_AROUND_AUTOGRAD, Arguments, Call, resolve
 from segcapture.backends.base import Backend
-from segcapture.errors import CaptureFailedError
-from segcapture.options import Options
+from segcapture.errors import CaptureFailedError, CaptureStateError
+from segcapture.listener import Listener
+from segcapture.operators.break_on import OperatorBreaks
+from segcapture.operators.intercept import aside
+from segcapture.outputs import bridge
 from segcapture.segments import EagerSegment, GraphSegment, Segment
 from segcapture.thread import location, raised_at, state
-from segcapture.writeback.plan import plan
-from segcapture.writeback.structure import walk
-
-if TYPE_CHECKING:
-    from segcapture.inspect.check import Checks
-    from segcapture.inspect.guard import Guard
+from segcapture.trees import Place, flatten
 
 
-class _Calls(list[Call]):
-    """The calls of the eager segments, asked for the references that the capture itself holds."""
+@attrs.frozen
+class Options:
+    """What a capture was asked to do."""
 
-    def __call__(self, tensor: torch.Tensor, /) -> int:
-        return sum(call.references_to(tensor) for call in self)
+    breaks: Collection[str] | Callable[[str], bool] | None
+    operator_breaks: OperatorBreaks
+    barrier: Callable[[], object] | None
+    execute: bool
+    full: bool
+
+    def breaks_at(self, name: str) -> bool:
+        """Whether a decorated function of this name breaks."""
+        if self.full:
+            return False
+        if self.breaks is None:
+            return True
+        return self.breaks(name) if callable(self.breaks) else name in self.breaks
+
+    def check_all_called(self, called: set[str]) -> None:
+        """Raise CaptureFailedError if `breaks` names a function that was not called: it may be misspelt."""
+        if self.full or self.breaks is None or callable(self.breaks):
+            return
+        missing = sorted(set(self.breaks) - called)
+        if missing:
+            raise CaptureFailedError(
+                f"breaks names {', '.join(map(repr, missing))}, and no decorated function of that name was "
+                f"called; called were: {', '.join(map(repr, sorted(called))) or 'none'}. What was meant has "
+                f"been captured instead: correct the name, or pass a predicate for names that may be absent.",
+                expected=missing,
+                found=sorted(called),
+            )
 
 
-class Recording:
-    """Everything between `__enter__` and `__exit__` of one capture, in the thread that entered it."""
+class Run:
+    """A run of the user's code in which breaks are seen: they just run, and listeners are told.
 
-    def __init__(
-        self, owner: Any, backend: Backend, options: Options, checks: "Checks | None" = None
-    ) -> None:
+    Args:
+        owner: What `BreakableCUDAGraphCapture.current()` returns.
+        options: Which functions and operators break.
+        listeners: Who is told.
+    """
+
+    place = "an eager run that is observed"
+    """Where the thread is, for messages."""
+
+    def __init__(self, owner: Any, options: Options, listeners: Sequence[Listener] = ()) -> None:
         self.owner = owner
-        """The capture, for `BreakableCUDAGraphCapture.current()`."""
-        self.segments: list[Segment] = []
-        self.failure: BaseException | None = None
-        """What a break raised. The `with` block may have caught it."""
         self.inside_eager = False
         """Whether an eager function is running right now."""
         self.thread = threading.get_ident()
-        self._calls = _Calls()
-        self._called: set[str] = set()
-        self._ambient = Ambient.current(backend.device)
-        self._backend = backend
         self._options = options
-        self._checks = checks
-        self.guard: Guard | None = None
-        """What replays must check, under `check=True`."""
-        self._opened = ("start", "?")
-        self._doing = "the first segment"
-        """The segment that is being captured, in words; empty when the last one has ended."""
+        self._listeners = listeners
+        self._breaks = 0
+        self._called: set[str] = set()
         self._stack = ExitStack()
 
-    @property
-    def place(self) -> str:
-        """Where in the capture the thread is, for messages."""
-        return f"segment {len(self.segments)}, opened at {self._opened[1]}"
-
     def enter(self) -> None:
-        """Set everything up and begin the first segment."""
+        """Begin. Raise CaptureStateError if this thread is inside of a run already."""
+        if state.run is not None:
+            raise CaptureStateError(
+                f"This thread is already capturing ({state.run.place}). Captures do not nest: leave the "
+                f"outer `with` block first."
+            )
         try:
-            self._stack.enter_context(capture_ambient())
-            self._stack.enter_context(self._backend.open())
-            self._stack.enter_context(self._current())
-            if self._checks is not None:
-                self._stack.enter_context(self._checks.active())
-            self._stack.enter_context(self._options.operator_breaks.active(self))
-            self._open_segment("start", location())
+            self._set_up()
         except BaseException as error:
             self.leave(error)
             raise
 
-    @contextmanager
-    def _current(self) -> Iterator[None]:
-        state.recording, state.keep_alive = self, []
+    def _set_up(self) -> None:
+        self._stack.enter_context(capture_ambient())
+        self._stack.callback(_forget_run)
+        state.run, state.keep_alive = self, []
+        for listener in self._listeners:
+            self._stack.enter_context(listener.intercepting())
+        self._stack.enter_context(self._options.operator_breaks.active(self))
+
+    def leave(self, failure: BaseException | None = None) -> None:
+        """End, after an exception or without."""
+        self._stack.close()
+
+    def breaks_at(self, name: str) -> bool:
+        """Whether a decorated function of this name breaks here."""
+        self._called.add(name)
+        return not self.inside_eager and self._options.breaks_at(name)
+
+    def split(self, name: str) -> None:
+        """End the graph segment here and begin another, with nothing in between."""
+
+    def record_break(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        name: str,
+        stub: Callable[..., Any] | None = None,
+        *,
+        below_autograd: bool = False,
+    ) -> Any:
+        """Call the function of a break."""
+        args, kwargs = resolve(args, kwargs)
+        if self.inside_eager or self._options.full:
+            return fn(*args, **kwargs)
+        self.inside_eager = True
         try:
-            yield
+            for listener in self._listeners:
+                listener.break_begins(self._breaks, name, location(), Call(fn, args, kwargs))
+            out = fn(*args, **kwargs)
+            for listener in self._listeners:
+                listener.break_ends(self._breaks, flatten(out))
+            self._breaks += 1
+            return out
         finally:
-            # What died meanwhile may go now: no graph is being captured any more.
-            state.recording = state.keep_alive = None
+            self.inside_eager = False
+
+
+def _forget_run() -> None:
+    # What died meanwhile may go now: no graph is being captured any more.
+    state.run = state.keep_alive = None
+
+
+class Recorder(Run):
+    """Everything between `__enter__` and `__exit__` of one capture, in the thread that entered it."""
+
+    def __init__(
+        self, owner: Any, backend: Backend, options: Options, listeners: Sequence[Listener] = ()
+    ) -> None:
+        super().__init__(owner, options, listeners)
+        self.segments: list[Segment] = []
+        self.failure: BaseException | None = None
+        """What a break raised. The `with` block may have caught it."""
+        self._backend = backend
+        self._ambient = Ambient.current(backend.device)
+        self._opened = ("start", "?")
+        self._doing = "the first segment"
+        """The segment that is being captured, in words; empty when the last one has ended."""
+
+    @property
+    def place(self) -> str:  # type: ignore[override]
+        """Where in the capture the thread is, for messages."""
+        return f"segment {len(self.segments)}, opened at {self._opened[1]}"
+
+    def _set_up(self) -> None:
+        self._stack.enter_context(self._backend.open())
+        super()._set_up()
+        self._open_segment("start", location())
 
     def finish(self) -> None:
         """End the last segment, and compare with what was asked for."""
@@ -90,10 +174,13 @@ class Recording:
         self._doing = ""
         self._options.operator_breaks.check_all_matched()
         self._options.check_all_called(self._called)
-        if self._checks is not None:
-            self.guard = self._checks.finish(self.segments)
+        for segment in self.segments:
+            if isinstance(segment, EagerSegment):
+                segment.writeback.seal()
+        for listener in self._listeners:
+            listener.finished(self.segments)
 
-    def leave(self, failure: BaseException | None) -> None:
+    def leave(self, failure: BaseException | None = None) -> None:
         """Leave the capture. Trouble on the way out becomes a note of `failure`, never replaces it."""
         trouble: list[str] = []
         if failure is not None:
@@ -112,39 +199,19 @@ class Recording:
                 failure.add_note(f"segcapture: while cleaning up: {text}")
             # Its traceback holds our frames, and so this object: no cycle that keeps the pool.
             self.failure = None
-            self._calls.clear()
-
-    def _open_segment(self, name: str, place: str) -> None:
-        self._opened = (name, place)
-        self._doing = f"graph segment {len(self.segments)} (opened by {name} at {place})"
-        self._backend.begin()
-        if self._checks is not None:
-            self._checks.begin(len(self.segments))
-
-    def _close_segment(self) -> None:
-        if self._checks is not None:
-            self._checks.enter("capture")
-        graph = self._backend.end()
-        if self._checks is not None:
-            self._checks.end(len(self.segments), graph is not None)
-        if graph is not None:
-            name, place = self._opened
-            self.segments.append(
-                GraphSegment(index=len(self.segments), name=name, location=place, graph=graph)
-            )
-
-    def breaks_at(self, name: str) -> bool:
-        """Whether a decorated function of this name breaks here."""
-        self._called.add(name)
-        return not self.inside_eager and self._options.breaks_at(name)
 
     def split(self, name: str) -> None:
         """End the graph segment here and begin another, with nothing in between."""
         if self.inside_eager or self._options.full:
             return
         place = location()
-        with self._boundary():
+        self._refuse_after_failure()
+        try:
+            self._close_segment()
             self._open_segment(name or "break_graph", place)
+        except BaseException as error:
+            self._fail(error)
+            raise
 
     def record_break(
         self,
@@ -161,92 +228,70 @@ class Recording:
             args, kwargs = resolve(args, kwargs)
             return fn(*args, **kwargs)
         place = location()
-        with self._boundary():
-            self._doing = f"eager segment {len(self.segments)} ({name}, {place})"
-            if self._options.barrier is not None:
-                with self._eagerly():  # a barrier is a collective: `break_on` must not see it
-                    self._options.barrier()
-            result = self._run_eager(fn, args, kwargs, name, stub, place, below_autograd)
-            self._open_segment(name, place)
-        return result
-
-    @contextmanager
-    def _boundary(self) -> Iterator[None]:
-        """After the end of a graph segment. What fails at a boundary is the failure of the capture."""
-        if self.failure is not None:
-            raise CaptureFailedError(
-                f"The capture has failed already, with {type(self.failure).__name__}: leave the `with` block."
-            )
+        self._refuse_after_failure()
         try:
             self._close_segment()
-            yield
+            self._doing = f"eager segment {len(self.segments)} ({name}, {place})"
+            if self._options.barrier is not None:
+                self.inside_eager = True  # a barrier is a collective: `break_on` must not see it
+                try:
+                    self._options.barrier()
+                finally:
+                    self.inside_eager = False
+            if stub is None and not self._options.execute:
+                raise CaptureFailedError(
+                    f"Eager segment {len(self.segments)} (`{name}`, {place}) has no capture_stub, and with "
+                    f"execute=False it would run on memory that no segment has written. Give it one: "
+                    f"`@eager_break_during_capture(capture_stub=...)`.",
+                    segment=len(self.segments),
+                )
+            result = self._run_eager(Call(fn, args, kwargs), stub or fn, name, place, below_autograd)
+            self._open_segment(f"after {name}", place)
         except BaseException as error:
-            self.failure = error
-            self._note(error, f"raised in {self._doing} during capture")
+            self._fail(error)
             raise
-
-    @contextmanager
-    def _eagerly(self) -> Iterator[None]:
-        """For the block, nothing breaks."""
-        self.inside_eager = True
-        try:
-            yield
-        finally:
-            self.inside_eager = False
+        return result
 
     def _run_eager(
-        self,
-        fn: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        name: str,
-        stub: Callable[..., Any] | None,
-        place: str,
-        below_autograd: bool,
+        self, call: Call, fn: Callable[..., Any], name: str, place: str, below_autograd: bool
     ) -> Any:
-        index = len(self.segments)
+        backend, index = self._backend, len(self.segments)
         where = f"Eager segment {index} (`{name}`, {place})"
-        if stub is None and not self._options.execute:
-            raise CaptureFailedError(
-                f"{where} has no capture_stub, and with execute=False it would run on memory that no "
-                f"segment has written. Give it one: `@eager_break_during_capture(capture_stub=...)`."
-            )
-        backend = self._backend
         if not self._ambient.is_current():
             self._ambient = Ambient.current(backend.device)
         ambient = self._ambient.below_autograd() if below_autograd else self._ambient
-        now_args, now_kwargs = resolve(args, kwargs)
-        given = [node for value in (*now_args, *now_kwargs.values()) for node in walk(value)]
-        given = [node for node in given if isinstance(node.value, torch.Tensor)]  # holds no containers
-        arguments = [node.value for node in given]
-        check_grad = ambient.grad and not below_autograd
-        if check_grad:
-            # An object, an optimizer say, is passed as itself.
-            _refuse_grad((node.value for node in given if not node.in_object), f"{where} has an argument")
-        kept: dict[int, torch.Tensor] = {}
-        call = Call.record(fn, args, kwargs, backend.argument, kept)
-        self._calls.append(call)
-        if self._checks is not None:
-            self._checks.given(where, arguments)
-            self._checks.enter("eager", index, name)
-        # The output is carried to its bridges inside too: on a side stream, if that is current.
-        with self._eagerly(), backend.eager():
-            # One expression: no variable may hold the output while its owners are counted.
-            nodes = walk((stub or fn)(*now_args, **now_kwargs))
-            backend.returned()
-            check_views(where, arguments, kept)
-            if self._checks is not None:
-                self._checks.returned(nodes)
-            if check_grad:
-                _refuse_grad((node.value for node in nodes), f"{where} returned a tensor")
-            result, writeback = plan(nodes, arguments, backend, where, self._calls)
-            del nodes
+        with aside():
+            arguments = Arguments(call, backend.argument, grad=ambient.grad)
+        now = arguments.now
+        for listener in self._listeners:
+            listener.break_begins(index, name, place, now)
+        casts = ambient.has_autocast()
+        self.inside_eager = True
+        try:
+            if casts:
+                torch.clear_autocast_cache()
+            # The output is carried to its bridges inside too: on a side stream, if that is current.
+            with backend.eager():
+                # One expression: no variable may hold the output while its owners are counted.
+                places = flatten(fn(*now.args, **now.kwargs))
+                with aside():
+                    backend.returned()
+                    arguments.check_unchanged(index, where)
+                    for listener in self._listeners:
+                        listener.break_ends(index, places)
+                    if ambient.grad:
+                        _refuse_grad(places, index, where)
+                    result, writeback = bridge(places, arguments.given, backend, index, where)
+        finally:
+            self.inside_eager = False
+            if casts:  # a weight cast here would be read by later segments, and freed at autocast's exit
+                torch.clear_autocast_cache()
         self.segments.append(
             EagerSegment(
                 index=index,
                 name=name,
                 location=place,
-                call=call,
+                call=arguments.kept,
                 writeback=writeback,
                 ambient=ambient,
                 forks=backend.forks,
@@ -255,16 +300,48 @@ class Recording:
         )
         return result
 
+    def _open_segment(self, name: str, place: str) -> None:
+        self._opened = (name, place)
+        self._doing = f"graph segment {len(self.segments)} ({name}, {place})"
+        self._backend.begin()
+        for listener in self._listeners:
+            listener.graph_begins(len(self.segments))
+
+    def _close_segment(self) -> None:
+        for listener in self._listeners:
+            listener.graph_ending(len(self.segments))
+        graph = self._backend.end()
+        for listener in self._listeners:
+            listener.graph_ends(len(self.segments), graph is None)
+        if graph is not None:
+            name, place = self._opened
+            self.segments.append(
+                GraphSegment(index=len(self.segments), name=name, location=place, graph=graph)
+            )
+
+    def _refuse_after_failure(self) -> None:
+        if self.failure is not None:
+            raise CaptureFailedError(
+                f"The capture has failed already, with {type(self.failure).__name__}: leave the `with` block."
+            )
+
+    def _fail(self, error: BaseException) -> None:
+        """What fails at a boundary is the failure of the capture."""
+        self.failure = error
+        self._note(error, f"raised in {self._doing} during capture")
+
     def _note(self, error: BaseException, what: str) -> None:
         came_from = raised_at(error.__traceback__)
         at = f", at {came_from}" if came_from else ""
         error.add_note(f"segcapture: {what}{at}. {self._backend.advice(error)}".rstrip())
 
 
-def _refuse_grad(values: Iterable[Any], what: str) -> None:
-    if any(isinstance(value, torch.Tensor) and value.requires_grad for value in values):
-        raise CaptureFailedError(
-            f"{what} that requires grad. An eager break is opaque to autograd. Capture under "
-            f"`torch.no_grad()` or `torch.inference_mode()`; or, to train through it, call the function in "
-            f"the `forward` and `backward` of a `torch.autograd.Function`."
-        )
+def _refuse_grad(places: list[Place], index: int, where: str) -> None:
+    for place in places:
+        if isinstance(place.value, torch.Tensor) and place.value.requires_grad:
+            raise CaptureFailedError(
+                f"{where} returned a tensor that requires grad at `{place.path}`. An eager break is opaque "
+                f"to autograd. {WAYS_AROUND_AUTOGRAD}",
+                segment=index,
+                path=place.path,
+            )

@@ -4,94 +4,107 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+import attrs
 import torch
 from torch.autograd import profiler
 
 from segcapture.ambient import Ambient
 from segcapture.errors import SegcaptureError
 from segcapture.segments import EagerSegment, Segment
+from segcapture.thread import short
 
 Around = Callable[[Callable[[], Any], Callable[[Any], None]], Callable[[], None]]
 """From a function and where its output goes to a call of both, with something around it."""
 Step = tuple[Callable[..., Any], tuple[Any, ...] | None, Callable[[Any], None] | None]
 """Eager: a function, its arguments, and where its output goes (None: it returns None). Graph: a launch,
 None, None."""
-
-
 Watch = Callable[[Segment], AbstractContextManager[Any]]
 """What is entered around each segment of a replay."""
 
 
-def profiler_range(segment: Segment) -> AbstractContextManager[Any]:
-    """Shows a segment in torch.profiler, and as an NVTX range under `emit_nvtx`, by its name."""
-    return torch.profiler.record_function(str(segment))
+@attrs.frozen(eq=False)
+class OperatorStep:
+    """One operator of a graph segment that has just run, in `mode="debug"`."""
+
+    name: str
+    """`aten::mm`."""
+    location: str
+    """`file:line` of the user's code that called it."""
+    segment: Segment
+    results: tuple[torch.Tensor, ...] = attrs.field(repr=False)
+    """The new tensors that it made, holding their values; empty if it wrote in place."""
+
+    kind = "operator"
+
+    def __str__(self) -> str:
+        return f"operator {self.name} ({short(self.location)}) in {self.segment}"
 
 
-class Program:
-    """Segments with everything looked up that is known before a replay.
+def replay_loop(
+    segments: Sequence[Segment],
+    base: Ambient | None,
+    watch: Watch | None = None,
+    across: Callable[[EagerSegment], Around | None] = lambda segment: None,
+    bind_thread: Callable[[], object] = lambda: None,
+) -> Callable[[Any], None]:
+    """Segments as one function, with everything looked up that is known before a replay.
 
     Args:
         segments: To run in this order.
         base: The ambient state under which the replay runs.
         watch: What to enter around each segment.
         across: What to put around the call of an eager segment and its write-back, if anything.
+        bind_thread: Called where a launch fails, which is then tried once more: what a thread needs that has
+            not used the device before.
+
+    Returns:
+        A function of what the launches take. It raises a SegcaptureError where a graph cannot be launched,
+        and what eager functions and their write-back raise.
     """
+    program: list[Step] = [
+        _eager_step(segment, base, across(segment))
+        if isinstance(segment, EagerSegment)
+        else (segment.graph.launch, None, None)
+        for segment in segments
+    ]
 
-    def __init__(
-        self,
-        segments: Sequence[Segment],
-        base: Ambient | None,
-        watch: Watch | None = None,
-        across: Callable[[EagerSegment], Around | None] = lambda segment: None,
-    ) -> None:
-        self._segments = tuple(segments)
-        self._watch = watch
-        self._steps: list[Step] = [
-            _eager_step(segment, base, across(segment))
-            if isinstance(segment, EagerSegment)
-            else (segment.graph.launch, None, None)
-            for segment in segments
-        ]
-
-    def run(self, stream: Any) -> None:
-        """Run all segments in order. `stream` is what the launches take.
-
-        Raises:
-            SegcaptureError: a graph could not be launched.
-            OutputMismatchError: an eager function returned something else than at capture.
-        """
-        if self._watch is not None or profiler._is_profiler_enabled:
-            watch = self._watch or profiler_range
-            for segment, step in zip(self._segments, self._steps, strict=True):
-                with watch(segment):
-                    self._run([step], segment, stream)
-        else:
-            self._run(self._steps, None, stream)
-
-    def _run(self, steps: list[Step], alone: Segment | None, stream: Any) -> None:
-        remaining: Any = iter(steps)
+    def run_steps(steps: list[Step], of: Sequence[Segment], stream: Any) -> None:
+        remaining = iter(steps)
         try:
             for fn, args, store in remaining:
                 if args is None:
-                    status = fn(stream)
-                    if status[0]:
-                        raise _launch_failed(status[0])
+                    if fn(stream)[0]:
+                        bind_thread()
+                        (status,) = fn(stream)
+                        if status:
+                            raise _launch_failed(status)
                 elif store is None:
                     out = fn(*args)
                     if out is not None:
-                        self._reached(remaining, alone).writeback.store(out)  # says what it expected
+                        _now(of, remaining).writeback.store(out)  # says what it expected
                 else:
                     store(fn(*args))
         except BaseException as error:
             error.add_note(
-                f"segcapture: raised in {self._reached(remaining, alone)} during replay. The segments after "
-                f"it did not run; the capture can be replayed again."
+                f"segcapture: raised in {_now(of, remaining)} during replay. The segments after it did not "
+                f"run; the capture can be replayed again."
             )
             raise
 
-    def _reached(self, remaining: Any, alone: Segment | None) -> Any:
-        """The segment that runs now: the iterator knows, so that counting costs nothing on the way."""
-        return alone or self._segments[len(self._steps) - remaining.__length_hint__() - 1]
+    def run(stream: Any) -> None:
+        if watch is None and not profiler._is_profiler_enabled:
+            run_steps(program, segments, stream)
+            return
+        for segment, step in zip(segments, program, strict=True):
+            with torch.profiler.record_function(str(segment)) if watch is None else watch(segment):
+                run_steps([step], [segment], stream)
+
+    return run
+
+
+def _now(segments: Sequence[Segment], remaining: Any) -> Any:
+    """The segment that runs now: the iterator over the steps knows, so that counting costs nothing."""
+    return segments[len(segments) - remaining.__length_hint__() - 1]
 
 
 def _eager_step(segment: EagerSegment, base: Ambient | None, around: Around | None) -> Step:

@@ -6,8 +6,8 @@ import attrs
 
 from segcapture.ambient import Ambient
 from segcapture.arguments import Call
+from segcapture.outputs import WriteBack
 from segcapture.thread import short
-from segcapture.writeback.plan import Writeback
 
 
 class Graph(Protocol):
@@ -31,7 +31,7 @@ class GraphSegment:
     index: int
     """Position in the capture, from 0."""
     name: str
-    """What opened it: the name of the break before it, or `start`."""
+    """Where it begins: `start`, `after` and the name of the break before it, or the name of `break_graph`."""
     location: str
     """`file:line` of the user's call that opened it."""
     graph: Graph = attrs.field(repr=False)
@@ -66,7 +66,7 @@ class EagerSegment:
     location: str
     """`file:line` of the user's call."""
     call: Call = attrs.field(repr=False)
-    writeback: Writeback = attrs.field(repr=False)
+    writeback: WriteBack = attrs.field(repr=False)
     ambient: Ambient = attrs.field(repr=False)
     """What was set around the call at capture."""
     forks: tuple[Any, ...] = attrs.field(default=(), repr=False)
@@ -79,7 +79,7 @@ class EagerSegment:
     @property
     def bridge_bytes(self) -> int:
         """Bytes of pool memory that carry the output to later segments."""
-        return self.writeback.bridges.nbytes
+        return sum(block.nbytes for block in self.writeback.bridges)
 
     def __str__(self) -> str:
         return f"eager segment {self.index} ({self.name}, {short(self.location)})"

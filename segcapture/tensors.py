@@ -1,7 +1,7 @@
 """Tensors as views of a storage: what they show of it, aliases that are no owners, and copies."""
 
 import weakref
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -66,8 +66,23 @@ class View(NamedTuple):
         return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)} on {self.device}"
 
 
+_dispatch_keys: Any = torch._C._dispatch_keys
+_plain_keys: set[int] = set()
+"""Sets of dispatch keys of plain tensors: one question, where a look at each property costs eight."""
+
+
 def cannot_be_copied(tensor: torch.Tensor) -> str:
     """What a tensor is whose values a block of memory cannot hold, or an empty string."""
+    keys = _dispatch_keys(tensor).raw_repr()
+    if keys in _plain_keys and type(tensor) is torch.Tensor:
+        return ""
+    what = _what_it_is(tensor)
+    if not what:
+        _plain_keys.add(keys)
+    return what
+
+
+def _what_it_is(tensor: torch.Tensor) -> str:
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         return type(tensor).__qualname__
     if tensor.layout is not torch.strided:
@@ -116,6 +131,11 @@ def own_aliases(tensor: torch.Tensor) -> "list[weakref.ref[torch.Tensor]]":
     attributes = vars(tensor.untyped_storage())
     found: list[weakref.ref[torch.Tensor]] = attributes.setdefault("_segcapture_aliases", [])
     return found
+
+
+def has_own_aliases(storage: torch.UntypedStorage) -> bool:
+    """Whether an alias of ours is on a storage."""
+    return bool(getattr(storage, "_segcapture_aliases", ()))
 
 
 def shows_memory_alone(tensor: torch.Tensor) -> bool:

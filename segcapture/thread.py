@@ -11,12 +11,9 @@ import sys
 import threading
 import warnings
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-
-if TYPE_CHECKING:
-    from segcapture.recorder import Recording
 
 _OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
@@ -77,7 +74,8 @@ def short(place: str) -> str:
 
 
 class _State(threading.local):
-    recording: "Recording | None" = None
+    run: Any = None
+    """The `recorder.Run` that this thread is inside of: a capture, or an eager run that is observed."""
     keep_alive: list[Any] | None = None
     """While this thread captures: dropped graphs whose destruction must wait."""
 

@@ -110,6 +110,11 @@ def flatten(root: Any, name: str = "out") -> list[Place]:
         place.inside = range(len(places), len(places) + len(content))
         within = place.in_object or is_plain_object(place.value)
         places += [Place(place.path + suffix, index, key, item, within) for key, suffix, item in content]
+    for place in places:
+        if (
+            not place.is_container and id(place.value) in seen
+        ):  # in an object, and outside of one further down
+            place.same_as = seen[id(place.value)]
     return places
 
 
@@ -203,12 +208,11 @@ def set_item(container: Any, key: Any, value: Any) -> None:
         object.__setattr__(container, key, value)
 
 
-def tuple_like(value: tuple[Any, ...], items: Iterable[Any]) -> Any:
-    """A tuple of the class and with the attributes of another, and with other items."""
-    kind: Any = type(value)
+def tuple_like(kind: Any, attributes: Mapping[str, Any], items: Iterable[Any]) -> Any:
+    """A tuple of a class, with attributes besides its items."""
     # The results of `max` and `topk` are struct sequences, which tuple.__new__ refuses.
     made = kind(items) if hasattr(kind, "n_sequence_fields") else tuple.__new__(kind, items)
-    if attributes := getattr(value, "__dict__", None):
+    if attributes:
         vars(made).update(attributes)
     return made
 
@@ -220,7 +224,7 @@ def map_tuples(value: Any, replace: Callable[[Any], Any]) -> Any:
         return replace(value)
     items = [map_tuples(item, replace) for item in value]
     changed = any(new is not old for new, old in zip(items, value, strict=True))
-    return tuple_like(value, items) if changed else value
+    return tuple_like(kind, getattr(value, "__dict__", {}), items) if changed else value
 
 
 def attributes_besides(value: Any, content: Sequence[Child]) -> list[tuple[str, Any]]:

@@ -136,7 +136,7 @@ def _clean_process() -> Iterator[None]:
     """No test leaves a capture, a grad mode or a seed behind."""
     torch.manual_seed(0)
     yield
-    assert state.recording is None
+    assert state.run is None
     assert torch.is_grad_enabled()
     assert not torch.is_inference_mode_enabled()
     if torch.cuda.is_available():

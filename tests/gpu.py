@@ -22,7 +22,7 @@ def process_state() -> dict[str, Any]:
         "callbacks": list(gc.callbacks),
         "stream": torch.cuda.current_stream(),
         "device": torch.cuda.current_device(),
-        "recording": state.recording,
+        "recording": state.run,
         "keep_alive": state.keep_alive,
         "grad": torch.is_grad_enabled(),
         "autocast_cache": torch.is_autocast_cache_enabled(),

@@ -650,19 +650,54 @@ class TestGradMode:
 
     @pytest.mark.parametrize("where", ["argument", "output"])
     def test_requires_grad_is_refused_with_the_ways_out(self, backend, where):
-        """In torch's default grad mode, for arguments and outputs."""
+        """In torch's default grad mode: what is returned, made from an argument or not."""
         weight = torch.nn.Parameter(torch.ones(2, device=backend.device))
         fn = eager_break_during_capture(lambda *args: args[0] * 2 if args else weight * 2, name="f")
         with pytest.raises(CaptureFailedError, match="requires grad") as info:
             with backend.capture():
                 fn(weight) if where == "argument" else fn()
-        assert ("argument" if where == "argument" else "returned") in str(info.value)
+        assert (info.value.segment, info.value.path) == (0, "out")
         for way in ("torch.no_grad()", "torch.inference_mode()", "autograd.Function"):
             assert way in str(info.value)
         with torch.no_grad(), backend.capture() as g:
             out = fn(weight)
         g.replay()
         assert out.tolist() == [2, 2]
+
+    def test_an_argument_that_requires_grad_may_be_read(self, backend):
+        """The loss between forward and backward, in a tuple and a list too (C3)."""
+        weight = torch.nn.Parameter(torch.ones(2, device=backend.device))
+        x, log = torch.ones(2, device=backend.device), []
+
+        @eager_break_during_capture
+        def read(loss, more, listed):
+            log.append((loss.item(), more[0].item(), listed[0].detach().clone()))
+
+        with backend.capture() as g:
+            loss = (weight * x).sum()
+            read(loss, (loss * 2, 1), [weight])
+            loss.backward()
+        for value in (2.0, 3.0, 4.0):
+            x.fill_(value)
+            g.replay()
+            assert log[-1][:2] == (2 * value, 4 * value)
+            assert weight.grad.tolist() == [value] * 2
+
+    @pytest.mark.parametrize("write", [lambda t: t.detach().mul_(2), lambda t: t.mul_(2)])
+    def test_an_argument_that_requires_grad_must_not_be_written_to(self, backend, write):
+        """A replay passes a detached alias: the graph of autograd would know nothing of it."""
+        weight = torch.nn.Parameter(torch.ones(2, device=backend.device))
+
+        def call(t):
+            with torch.no_grad():
+                write(t)
+
+        fn = eager_break_during_capture(call, name="fn")
+        with pytest.raises(CaptureFailedError, match="wrote to an argument that requires grad") as info:
+            with backend.capture():
+                fn(weight * 2)
+        assert info.value.segment == 1
+        backend.check(lambda t: t * 2, [backend.tensor(3)], "g")
 
     @pytest.mark.parametrize("at_replay", [torch.no_grad, torch.inference_mode, torch.enable_grad])
     @pytest.mark.parametrize("at_capture", [torch.no_grad, torch.inference_mode, torch.enable_grad])

@@ -14,7 +14,7 @@ from segcapture import (
     eager_break_during_capture,
 )
 from segcapture.backends import emulated as emulated_backend
-from segcapture.backends import triton_launches
+from segcapture.operators import compiled
 
 FAULTS = {
     "escaped_tensor": (
@@ -143,7 +143,7 @@ def test_a_triton_launch_in_debug_mode_is_refused(cuda):
     import attrs
 
     debug = attrs.evolve(cuda, emulated=True, mode="debug")
-    with pytest.raises(CaptureFailedError, match="Triton kernel.*double.*triton_launch.py:18.*custom_op"):
+    with pytest.raises(CaptureFailedError, match="Triton kernel.*double.*triton_launch.py:18.*triton_op"):
         program("triton_launch")(debug)
     assert_captures(debug)
 
@@ -158,30 +158,24 @@ class Chain(list):
             hook(metadata)
 
 
-@pytest.mark.parametrize("chain", [Chain(), None, print], ids=["chain", "none", "function"])
-def test_the_hook_of_triton_is_taken_and_given_back(monkeypatch, chain):
-    """Without Triton: its hook as a chain, and as one function. Seen launches pass."""
-
-    class Runtime:
-        launch_enter_hook = chain
+def test_the_hook_of_triton_is_taken_and_given_back(monkeypatch):
+    """Without Triton: its chain of hooks. Seen launches pass, and those of other threads."""
 
     class Metadata:
         def get(self):
             return {"name": "some_kernel"}
 
-    runtime = Runtime()
-    monkeypatch.setattr(triton_launches, "_runtime", lambda: runtime)
-    unseen = [False]
-    with triton_launches.launches_refused(lambda: unseen[0]):
-        runtime.launch_enter_hook(Metadata())
+    hooks, unseen = Chain(), [False]
+    monkeypatch.setattr(compiled, "_triton_hooks", lambda: hooks)
+    with compiled.kernels_refused(lambda: unseen[0], triton=True):
+        hooks(Metadata())
         unseen[0] = True
         with pytest.raises(CaptureFailedError, match=r"`some_kernel` was launched at .*test_checks.py:\d+"):
-            runtime.launch_enter_hook(Metadata())
-        thread = threading.Thread(target=runtime.launch_enter_hook, args=[Metadata()])
-        thread.start()  # of another thread: none of ours, and an error in it would be one in the test
+            hooks(Metadata())
+        thread = threading.Thread(target=hooks, args=[Metadata()])
+        thread.start()  # an error in it would be one in the test
         thread.join()
-    assert runtime.launch_enter_hook is chain
-    assert not chain or chain is print
+    assert not hooks
 
 
 def test_work_that_is_not_recorded_is_named(emulated, monkeypatch):
@@ -300,3 +294,35 @@ def test_the_warning_about_an_object_comes_once(backend):
         g.replay()
     assert len(caught) == 1
     g.replay()
+
+
+def test_a_number_that_captured_code_computed_with(backend):
+    """A break puts a new one into its dict; the graph goes on with the old one. Others may change."""
+
+    @eager_break_during_capture
+    def measure(y):
+        return {"largest": float(y.max()), "smallest": float(y.min())}
+
+    x = backend.tensor(4).abs()
+    with torch.no_grad(), backend.capture(check=True) as g:
+        x / measure(x * 2)["largest"]
+    g.replay()
+    x.mul_(3)
+    told = r"`aten::div` at .*test_checks.py:.* graph segment 2 .* `out\[\"largest\"\]` of eager segment 1"
+    with pytest.warns(FrozenValueWarning, match=told) as caught:
+        g.replay()
+    assert len(caught) == 1
+    g.replay()
+
+
+@pytest.mark.parametrize("name", ["escaped_tensor", "escaped_argument", "dropped_at_once"])
+def test_errors_say_where_in_attributes_too(backend, name):
+    """The index of the segment that reads, and the operator."""
+    with pytest.raises(CaptureFailedError) as caught:
+        program(name)(backend)
+    segment, operator = {
+        "escaped_tensor": (1, "aten::cumsum"),
+        "escaped_argument": (2, "aten::cumsum"),
+        "dropped_at_once": (0, "aten::add"),
+    }[name]
+    assert (caught.value.segment, caught.value.operator) == (segment, operator)

@@ -189,7 +189,7 @@ def test_a_backward_that_was_compiled_before_the_capture(emulated, engine):
     net.zero_grad(set_to_none=False)
     seed = torch.ones(())
     if engine == "inductor":
-        with pytest.raises(CaptureFailedError, match=r"Kernels that torch.compile made .*test_compile.py"):
+        with pytest.raises(CaptureFailedError, match=r"torch.compile.*test_compile.py"):
             with emulated.capture():
                 loss.backward(seed)
         compiled(emulated.tensor(2, 4)).backward(seed)  # outside of a capture as ever
@@ -256,3 +256,37 @@ def test_a_compiled_llama_like_block(cuda):
                 x.copy_(cuda.tensor(length, 64, seed=seed))
                 g.replay()
                 assert_same(found, block(x))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("guard", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_a_capture_compiles_nothing(cuda, guard, autocast):
+    """What was compiled before is used: nothing that Dynamo guards on differs in the block."""
+    torch._dynamo.reset()
+    compilations = []
+
+    def backend(graph, example_inputs):
+        compilations.append(graph)
+        return graph.forward
+
+    layer = torch.nn.Linear(8, 8, device="cuda").requires_grad_(False)
+    step = torch.compile(lambda x: layer(x).relu() + 1, backend=backend)
+    seen = eager_break_during_capture(lambda x: x * 2, name="seen")
+
+    def model(x):
+        return step(seen(step(x)).float())
+
+    x = cuda.tensor(4, 8)
+    with guard(), torch.autocast("cuda", dtype=torch.bfloat16, enabled=autocast):
+        for _ in range(3):
+            model(x)
+        before = len(compilations)
+        with cuda.capture() as g:
+            out = model(x)
+        assert len(compilations) == before > 0
+        for seed in range(3):
+            x.copy_(cuda.tensor(4, 8, seed=seed))
+            g.replay()
+            assert torch.equal(out, model(x))
+        assert len(compilations) == before

@@ -71,7 +71,7 @@ class Named:
 
 
 def test_keys_of_one_repr_in_another_order(backend):
-    """They have one path, and are told apart."""
+    """They have one path, and are told apart: another order is another structure."""
     q, k = Named(), Named()
     swapped = [False]
 
@@ -86,8 +86,12 @@ def test_keys_of_one_repr_in_another_order(backend):
     for seed in range(4):
         swapped[0] = bool(seed % 2)
         x.copy_(backend.tensor(4, seed=seed))
-        g.replay()
-        assert torch.equal(y, (x * 2 + 1) - x * 20)
+        if swapped[0]:
+            with pytest.raises(OutputMismatchError, match="with the key"):
+                g.replay()
+        else:
+            g.replay()
+            assert torch.equal(y, (x * 2 + 1) - x * 20)
 
 
 class Equal:
@@ -169,25 +173,27 @@ def first_by_name(h):
 
 
 HIDDEN = {
-    "dataclass": (lambda h: Data(h + 1), r"its attribute `double`"),
-    "list": (lambda h: {"k": with_attribute(Items, h)}, r'at `out\["k"\]`, in which its attribute `mask`'),
-    "tuple": (lambda h: with_attribute(Pair, h), r"its attribute `mask`"),
-    "an item of a list": (first_by_name, r"its attribute `first`"),
-    "deque": (lambda h: (h, deque([h + 1])), r"deque at `out\[1\]`, in which its items"),
-    "set": (lambda h: [{h + 1}], r"set at `out\[0\]`, in which its items"),
-    "mapping": (lambda h: types.MappingProxyType({"k": h + 1}), r"mappingproxy at `out`, in which its items"),
-    "values": (lambda h: {"k": h + 1}.values(), r"dict_values at `out`, in which its items"),
+    "dataclass": (lambda h: Data(h + 1), "out", Data),
+    "list": (lambda h: {"k": with_attribute(Items, h)}, 'out["k"]', Items),
+    "tuple": (lambda h: with_attribute(Pair, h), "out", Pair),
+    "an item of a list": (first_by_name, "out", Items),
+    "deque": (lambda h: (h, deque([h + 1])), "out[1]", deque),
+    "set": (lambda h: [{h + 1}], "out[0]", set),
+    "mapping": (lambda h: types.MappingProxyType({"k": h + 1}), "out", types.MappingProxyType),
+    "values": (lambda h: {"k": h + 1}.values(), "out", type({}.values())),
 }
 
 
 @pytest.mark.parametrize("name", HIDDEN)
 def test_a_tensor_that_cannot_be_reached_is_refused(backend, name):
     """Not silently stale; the next capture works."""
-    make, message = HIDDEN[name]
+    make, path, kind = HIDDEN[name]
     made = eager_break_during_capture(make, name="made")
     x = backend.tensor(4)
-    with pytest.raises(CaptureFailedError, match=message), torch.no_grad(), backend.capture():
-        made(x * 2)
+    with pytest.raises(CaptureFailedError, match="cannot be written back") as info:
+        with torch.no_grad(), backend.capture():
+            made(x * 2)
+    assert (info.value.segment, info.value.path, info.value.found) == (1, path, kind)
     backend.check(lambda t: t * 2, [x], "g")
 
 
@@ -278,7 +284,6 @@ def list_of_boxes(x):
 @pytest.mark.parametrize(
     "make",
     [
-        lambda x: Mirror(h=x + 1),
         lambda x: Clones(h=x + 1),
         lambda x: (x, deque([(x + 1, 1)])),
         lambda x: {"h": x + 1}.items(),
@@ -286,11 +291,22 @@ def list_of_boxes(x):
     ],
 )
 def test_tensors_that_cannot_be_reached_are_refused(backend, make):
-    """In a class that mirrors or copies its items, and deeper in a deque or set."""
+    """In a class that copies its items, and deeper in a deque or set."""
     x = backend.tensor(3)
-    with torch.no_grad(), pytest.raises(CaptureFailedError, match="cannot be written back|does not take"):
+    with (
+        torch.no_grad(),
+        pytest.raises(CaptureFailedError, match="cannot be written|does not take"),
+    ):
         with backend.capture() as g:
             g.add_eager(make, x * 2)
+
+
+def test_a_class_that_mirrors_its_items_at_first(backend):
+    """The mirror owns the tensor too, so it is no new one; its memory is that of the capture alone later."""
+    backend.check(lambda x: made_mirror(x * 2)["h"] * 1, [backend.tensor(3)], "geg")
+
+
+made_mirror = eager_break_during_capture(lambda x: Mirror(h=x + 1), name="made_mirror")
 
 
 def far_inside(x):
@@ -301,26 +317,14 @@ def far_inside(x):
 
 
 @pytest.mark.parametrize("make", [box_in_box, list_of_boxes, far_inside])
-def test_tensors_of_inner_objects_are_warned_of(backend, make):
-    """Graph segments would read those of the capture; later eager segments get the new object."""
-    x, seen = backend.tensor(3), []
-
-    def look(outer):
-        todo = [outer]
-        while todo:
-            for value in vars(todo.pop()).values():
-                todo += value if isinstance(value, list) else [value] if isinstance(value, Box) else []
-                seen.extend([value.tolist()] if isinstance(value, torch.Tensor) else [])
-
-    with torch.no_grad(), pytest.warns(FrozenValueWarning, match="Box at .*not written back"):
+def test_tensors_of_inner_objects_are_refused(backend, make):
+    """Graph segments would read those of the capture."""
+    x = backend.tensor(3)
+    with torch.no_grad(), pytest.raises(CaptureFailedError, match="cannot be written back") as info:
         with backend.capture() as g:
-            g.add_eager(look, g.add_eager(make, x * 2))
-    x.fill_(2)
-    seen.clear()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        g.replay()
-    assert seen == [[5.0] * 3]
+            g.add_eager(make, x * 2)
+    assert info.value.found is Box
+    backend.check(lambda t: t * 2, [x], "g")
 
 
 def test_what_stays_may_hold_tensors_anywhere(backend):
@@ -387,7 +391,7 @@ def test_a_container_of_the_users_is_no_container_of_ours(backend):
     with torch.no_grad(), backend.capture() as g:
         g.add_eager(lambda x: current[0], x * 2)["h"] * 1
     current[0] = b
-    with pytest.raises(OutputMismatchError, match="memory that others own too"):
+    with pytest.raises(OutputMismatchError, match="memory that others own"):
         g.replay()
     assert a["h"].tolist() == [0.0] * 3
 
@@ -492,9 +496,7 @@ def test_what_the_captured_code_takes_out_stays_out(backend):
         values = g.add_eager(lambda x: [x + 1, n[0]], x * 2)
         values.pop(0)
         g.add_eager(len, values)
-    g.replay()
-    n[0] = 3
-    with pytest.raises(OutputMismatchError, match="its place is not known"):
+    with pytest.raises(OutputMismatchError, match="longer or shorter"):
         g.replay()
 
 
@@ -513,7 +515,7 @@ def test_the_first_of_several_views_is_compared_too(backend):
         y = a * 1, b * 1
     g.replay()
     columns[0] = True
-    with torch.no_grad(), pytest.raises(OutputMismatchError, match="views of one memory"):
+    with torch.no_grad(), pytest.raises(OutputMismatchError, match="How outputs share memory"):
         g.replay()
     columns[0] = False
     x.fill_(2)
@@ -688,7 +690,7 @@ def test_one_container_in_the_places_of_two(backend):
         g.add_eager(make, x * 2)
     g.replay()
     alike[0] = True
-    with pytest.raises(OutputMismatchError, match="one container in two places"):
+    with pytest.raises(OutputMismatchError, match="stands elsewhere too"):
         g.replay()
 
 

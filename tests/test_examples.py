@@ -23,7 +23,7 @@ _RUNS.append(
         "debug_wrong_output.py",
         [],
         [
-            "first in graph segment 2 (Policy.clip",
+            "first in graph segment 2 (after Policy.clip",
             "was dropped or re-bound",
             "6. Mended:\nThe capture agrees",
         ],

@@ -188,7 +188,7 @@ def test_an_error_inside_of_enter(cuda, monkeypatch):
                 raise AssertionError("not reached")
     with monkeypatch.context() as patched:
         patched.setattr(module, "PoolMemory", fail)
-        with pytest.raises(TypeError):
+        with pytest.raises(Mine):
             with cuda.capture():
                 raise AssertionError("not reached")
     assert_process_is_well(before, cuda.capture)

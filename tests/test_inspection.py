@@ -18,7 +18,7 @@ from segcapture import (
     find_breaks,
     is_capturing,
 )
-from segcapture.backends.cuda.kernels import demangle
+from segcapture.backends.cuda.graph import demangle
 from segcapture.inspect.profile import ProfileReport
 from segcapture.inspect.table import _brief_name
 
@@ -143,7 +143,7 @@ class TestFindBreaks:
     def test_inside_of_a_capture_it_is_refused(self, backend):
         """It is about a run without one."""
         x = backend.tensor(2)
-        with backend.capture(), pytest.raises(CaptureStateError, match="must run eagerly"):
+        with backend.capture(), pytest.raises(CaptureStateError, match="leave the outer `with` block first"):
             find_breaks(torch.neg, x)
 
 
@@ -159,6 +159,7 @@ class TestTable:
         assert lines[0].startswith("capture 'decode' on ")
         assert "2 graph segments, 1 eager segment" in lines[0]
         assert [line.split()[1] for line in lines[2:5]] == ["graph", "eager", "graph"]
+        assert [segment.name for segment in g.segments] == ["start", "attend", "tail"]
         assert re.search(
             r"attend +test_inspection.py:\d+ +32 B +scale=0.1235, size=8, label='a long", lines[3]
         )
@@ -213,6 +214,37 @@ class TestTable:
     def test_before_a_capture(self, backend):
         """An empty table is no error."""
         assert "0 graph segments, 0 eager segments" in str(backend.capture())
+
+    def test_graph_segments_say_where_they_begin(self, backend):
+        """At the start, after a break, or where `break_graph` says."""
+        x, cache = backend.tensor(8), torch.zeros(8, device=backend.device)
+        with torch.no_grad(), backend.capture() as g:
+            attend(x * 2, cache, 1.0, 1, "") + 1
+            break_graph("tail")
+            x * 2
+        names = ["start", "attend", "after attend", "tail"]
+        assert [segment.name for segment in g.segments] == names
+        assert [line.split("  ")[2].strip() for line in g.describe().splitlines()[2:6]] == names
+        assert str(g.segments[2]).startswith("graph segment 2 (after attend, test_inspection.py:")
+
+    def test_none_is_a_frozen_value(self, backend):
+        """Like any other plain value, in tuples too; named as the function does, or by its place."""
+        with torch.no_grad(), backend.capture() as g:
+            g.add_eager(lambda x, mask, *rest, size: x + 1, backend.tensor(3), None, (1, 2.5), size="all")
+        assert "mask=None, rest[0][0]=1, rest[0][1]=2.5, size='all'" in g.describe()
+
+    def test_repr(self, backend):
+        """State, name and numbers of segments, without the table."""
+        x = backend.tensor(3)
+        g = backend.capture(name="decode")
+        assert repr(g) == "<BreakableCUDAGraphCapture 'decode': new, 0 graph segments, 0 eager segments>"
+        with torch.no_grad(), g:
+            assert repr(g).startswith("<BreakableCUDAGraphCapture 'decode': capturing, ")
+            g.add_eager(torch.neg, x * 2)
+        assert repr(g) == "<BreakableCUDAGraphCapture 'decode': ready, 1 graph segment, 1 eager segment>"
+        g.invalidate("weights moved")
+        assert "'decode': invalid, " in repr(g)
+        assert repr(backend.capture()).startswith("<BreakableCUDAGraphCapture: new, ")
 
 
 def test_short_names_of_kernels():
@@ -309,7 +341,7 @@ class TestProfile:
         real = builtins.__import__
 
         def without(name, *args, **kwargs):
-            if name.startswith(("matplotlib", "segcapture.inspect.timeline")):
+            if name.startswith("matplotlib"):
                 raise ImportError(name)
             return real(name, *args, **kwargs)
 
@@ -407,11 +439,14 @@ def test_what_replays_needs_a_complete_capture(backend, name):
 
 
 def test_inspection_is_loaded_when_it_is_asked_for():
-    """`import segcapture` does not import matplotlib or rich."""
+    """`import segcapture` does not import matplotlib or rich, nor what only one method of a capture needs."""
     import subprocess
     import sys
 
-    code = "import sys, segcapture; print([m for m in ('matplotlib', 'rich') if m in sys.modules])"
+    code = (
+        "import sys, segcapture; print(sorted(m for m in sys.modules"
+        " if m in ('matplotlib', 'rich') or m.startswith('segcapture.inspect.')))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    assert done.stdout.strip() == "['segcapture.inspect.find_breaks', 'segcapture.inspect.snapshot']"
     assert importlib.import_module("segcapture") is segcapture

@@ -2,6 +2,7 @@
 
 import ast
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -11,18 +12,28 @@ import segcapture
 ROOT = Path(segcapture.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 
-# Each layer imports from those before it alone, and modules of one layer from each other in the order in
-# which they stand. A folder stands for all modules in it.
-LAYERS = [
-    ["errors", "thread", "exclusive"],
-    ["trees", "tensors", "ambient", "writeback", "operators"],
-    ["arguments", "segments", "replay", "options"],
-    ["backends"],
-    ["recorder"],
-    ["inspect"],
-    ["capture"],
-    ["breaks", "callable", "distributed"],
-    ["__init__"],
+# Each imports from those before it alone. A folder stands for all modules in it.
+ORDER = [
+    "errors",
+    "thread",
+    "exclusive",
+    "trees",
+    "tensors",
+    "ambient",
+    "operators",
+    "outputs",
+    "arguments",
+    "segments",
+    "replay",
+    "listener",
+    "backends",
+    "recorder",
+    "inspect",
+    "capture",
+    "breaks",
+    "distributed",
+    "callable",
+    "__init__",
 ]
 # What a module may import besides: `breaks` learns of a capture from the thread's state alone.
 ONLY = {"breaks": {"thread", "arguments"}}
@@ -33,22 +44,15 @@ def module_of(path):
     return path.relative_to(ROOT).parts[0].removesuffix(".py")
 
 
-def runtime_nodes(path):
-    """Every node of a file, but for what only type checkers see."""
-    todo = [ast.parse(path.read_text())]
-    while todo:
-        node = todo.pop()
-        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
-            todo.extend(node.orelse)
-            continue
-        yield node
-        todo.extend(ast.iter_child_nodes(node))
+def nodes_of(path):
+    """Every node of a file, what only type checkers see among them."""
+    return ast.walk(ast.parse(path.read_text()))
 
 
 def imports_of(path):
     """Modules of the package that a file imports."""
     found = set()
-    for node in runtime_nodes(path):
+    for node in nodes_of(path):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("segcapture"):
             parts = node.module.split(".")[1:]
             found |= {parts[0]} if parts else {alias.name for alias in node.names}
@@ -57,25 +61,23 @@ def imports_of(path):
     return found - {module_of(path)}
 
 
-def level(module):
-    """Position of the module's layer."""
-    found = [i for i, layer in enumerate(LAYERS) if module in layer]
-    assert found, f"{module} has no layer yet"
-    return found[0]
-
-
 def names(paths):
     return [str(path.relative_to(ROOT)) for path in paths]
 
 
 @pytest.mark.parametrize("path", FILES, ids=names(FILES))
 def test_imports_go_one_way(path):
-    """User code, breaks, capture, segments: none of them knows those who call it."""
+    """None knows those who call it; imports for type checkers are imports."""
     module = module_of(path)
-    for imported in imports_of(path):
-        assert level(imported) <= level(module), f"{module} imports {imported}, which lies above it"
+    assert set(imports_of(path)) <= set(ORDER[: ORDER.index(module)])
     if module in ONLY:
         assert imports_of(path) <= ONLY[module]
+
+
+def test_no_two_classes_share_a_name():
+    """One word for one thing."""
+    found = Counter(n.name for path in FILES for n in nodes_of(path) if isinstance(n, ast.ClassDef))
+    assert [name for name, count in found.items() if count > 1] == []
 
 
 def test_the_imports_have_no_cycle():
@@ -83,7 +85,7 @@ def test_the_imports_have_no_cycle():
     dotted = {path: ".".join(("segcapture", *path.relative_to(ROOT).with_suffix("").parts)) for path in FILES}
     graph = {}
     for path, name in dotted.items():
-        nodes = [node for node in runtime_nodes(path) if isinstance(node, ast.ImportFrom) and node.module]
+        nodes = [node for node in nodes_of(path) if isinstance(node, ast.ImportFrom) and node.module]
         graph[name] = {node.module for node in nodes} & (set(dotted.values()) - {name})
     done = set()
     while graph.keys() - done:
@@ -97,7 +99,7 @@ def test_only_some_files_name_cuda(path):
     """Everything else would work with another kind of graph."""
     if path.parent.name == "cuda":
         return
-    for node in runtime_nodes(path):
+    for node in nodes_of(path):
         if isinstance(node, ast.Attribute):
             assert ast.unparse(node) != "torch.cuda", f"line {node.lineno}"
         elif isinstance(node, ast.Import | ast.ImportFrom):

@@ -202,10 +202,10 @@ def test_an_output_that_is_carried_on_a_side_stream(cuda):
 
 
 def test_a_nested_replay_on_another_stream_is_waited_for(cuda, x):
-    """What comes after the function that replays comes after the replay, at capture too."""
-    other = torch.cuda.Stream()
+    """If it shares a stream's workspace: what comes after the function comes after it, at capture too."""
+    other, users = torch.cuda.Stream(), torch.cuda.Stream()
     static, total = torch.ones(N, device="cuda"), torch.zeros(N, device="cuda")
-    with torch.no_grad(), cuda.capture() as inner:
+    with torch.no_grad(), cuda.capture(stream=users) as inner:
         spin()
         total.add_(static)
 
@@ -214,7 +214,7 @@ def test_a_nested_replay_on_another_stream_is_waited_for(cuda, x):
         with torch.cuda.stream(other):
             inner.replay()  # not joined by hand
 
-    with torch.no_grad(), cuda.capture() as g:
+    with torch.no_grad(), cuda.capture(stream=users) as g:
         static.mul_(1)
         replays()
         seen = total * 1

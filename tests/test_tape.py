@@ -108,6 +108,9 @@ REFUSED = {
     "allclose": (lambda t: torch.allclose(t.x, t.z), "aten::allclose"),
     "repeat_interleave": (lambda t: t.x.repeat_interleave(t.index, dim=1), "aten::repeat_interleave"),
     "repeats alone": (lambda t: torch.repeat_interleave(t.index), "aten::repeat_interleave"),
+    "tensor of tensors": (lambda t: torch.tensor([t.s, t.s]), "torch.tensor"),
+    "as_tensor of tensors": (lambda t: torch.as_tensor([[t.s], [t.s]]), "torch.as_tensor"),
+    "new_tensor of tensors": (lambda t: t.x.new_tensor([t.s, 1.0]), "torch.new_tensor"),
     "one_hot": (lambda t: F.one_hot(t.index), "aten::_local_scalar_dense"),
     "normal": (lambda t: torch.normal(t.x, t.x.abs()), "aten::normal"),
     "inv": (lambda t: torch.linalg.inv(t.square), "aten::_linalg_check_errors"),
@@ -467,34 +470,25 @@ def test_compiled_regions_run_as_written(emulated, guard, fullgraph):
 def test_sparse_results_are_refused_by_the_tape_alone(emulated):
     """A difference from CUDA, said in an error: there is no memory to write new values to."""
     sparse = torch.eye(4).to_sparse()
-    with pytest.raises(CaptureFailedError, match="made a sparse tensor at .*test_tape"):
+    with pytest.raises(CaptureFailedError, match="made a sparse or nested tensor at .*test_tape") as info:
         with emulated.capture():
             sparse * 2
+    assert info.value.operator == "aten::mul"
     emulated.check(lambda x: torch.sparse.mm(sparse, x) + 1, [emulated.tensor(4, 2)], "g")
 
 
 def test_deepcopy_is_refused_by_the_tape_alone(emulated):
     """A difference from CUDA, said in an error: it copies memory past the operators."""
-    with pytest.raises(CaptureFailedError, match=r"`Tensor.__deepcopy__`.*test_tape.py:\d+.*clone\(\)"):
-        with emulated.capture():
-            copy.deepcopy(emulated.tensor(2))
+    with pytest.raises(CaptureFailedError) as info, emulated.capture():
+        copy.deepcopy(emulated.tensor(2))
+    assert info.value.operator == "Tensor.__deepcopy__"
 
 
-def test_differences_from_cuda(emulated, guard):
-    """What CUDA refuses and the tape lets pass on the CPU: there host and device are one.
-
-    A tensor made of Python numbers is copied from the host's pageable memory, `.to("cpu")` back to it,
-    and a tensor made of tensors reads each of them.
-    """
+def test_a_copy_to_the_host_is_none_on_the_cpu(emulated, guard):
+    """A difference from CUDA: there host and device are one, and models call `.to(device)` everywhere."""
     s = emulated.tensor(3)
-    with guard(), emulated.capture() as g:
-        made = torch.tensor([1.0, 2.0])
-        back = s.to("cpu")
-        nested = torch.tensor([s[0], s[1]])
-    g.replay()
-    assert made.tolist() == [1, 2]
-    assert back is s
-    assert nested.tolist() == s[:2].tolist()
+    with guard(), emulated.capture():
+        assert s.to("cpu") is s
 
 
 @pytest.mark.cuda

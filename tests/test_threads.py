@@ -7,7 +7,13 @@ import time
 import pytest
 import torch
 
-from segcapture import BreakableCUDAGraphCapture, GraphedCallable, eager_break_during_capture, is_capturing
+from segcapture import (
+    BreakableCUDAGraphCapture,
+    CaptureStateError,
+    GraphedCallable,
+    eager_break_during_capture,
+    is_capturing,
+)
 from tests.gpu import process_state
 
 THREADS = 8
@@ -108,8 +114,8 @@ def test_other_threads_work_during_captures(cuda):
 
 
 @pytest.mark.cuda
-def test_captures_of_one_lane_replay_in_two_threads(cuda):
-    """Captures that share a stream's workspace or a pool take turns, and stay right."""
+def test_captures_of_one_pool_replay_in_two_threads(cuda):
+    """Captures that share memory run one after the other, and stay right."""
     captures = []
     pool = None
     with torch.no_grad():
@@ -206,7 +212,7 @@ def test_a_thread_whose_first_cuda_call_is_ours(cuda):
 @pytest.mark.parametrize("shared", [False, True])
 def test_served_functions_that_call_each_other_from_two_threads(cuda, shared):
     """One in an eager function of another, while a second thread calls it: neither waits for ever."""
-    inside, found = threading.Event(), []
+    inside, found, errors = threading.Event(), [], []
     options = {"warmup": 0, "stream": torch.cuda.Stream() if shared else None}
 
     @eager_break_during_capture
@@ -223,16 +229,26 @@ def test_served_functions_that_call_each_other_from_two_threads(cuda, shared):
     with torch.no_grad():
         expected = [inner(x), outer(x)]
         torch.cuda.synchronize()
-        first = threading.Thread(target=lambda: found.append(outer(x)), daemon=True)
-        second = threading.Thread(target=lambda: found.append(inner(x)), daemon=True)
-        first.start()
-        assert inside.wait(5)
-        second.start()
-        for thread in (first, second):
-            thread.join(10)
-            assert not thread.is_alive()
+
+    def serve(served):
+        try:
+            with torch.no_grad():
+                found.append(served(x))
+        except CaptureStateError as error:
+            errors.append(error)
+
+    first = threading.Thread(target=serve, args=(outer,), daemon=True)
+    second = threading.Thread(target=serve, args=(inner,), daemon=True)
+    first.start()
+    assert inside.wait(5)
+    second.start()
+    for thread in (first, second):
+        thread.join(10)
+        assert not thread.is_alive()
     torch.cuda.synchronize()
-    assert all(any(torch.equal(a, b) for b in found) for a in expected)
+    assert len(errors) <= shared  # on one stream each may have what the other one needs
+    assert len(errors) + len(found) == 2
+    assert all(any(torch.equal(a, b) for a in expected) for b in found)
 
 
 def test_served_functions_may_meet_in_their_breaks(emulated):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from segcapture.backends.cuda.driver import Driver
+from segcapture.backends.cuda.driver import CudaDriver, Driver
 
 TESTS = Path(__file__).parent
 
@@ -49,9 +49,11 @@ def test_streams_are_joined_one_by_one(monkeypatch):
 
     driver = Driver()
     monkeypatch.setattr(driver, "_stream", Stream)
+    monkeypatch.setattr(driver, "is_valid", lambda raw: raw == 1)
     assert driver.join(1, [Stream(2), Stream(3)]) == -1
     driver.order(after=4, before=5)
     assert waits == [(1, 2), (1, 3), (4, 5)]
+    assert driver.join(2, [Stream(3)]) is None
 
 
 def test_what_it_cannot_do():
@@ -60,3 +62,23 @@ def test_what_it_cannot_do():
     assert driver.error_mode("thread_local") == "relaxed"
     assert driver.launcher(None) is None
     assert driver.handle(7) == 7
+
+
+def test_torch_is_asked_which_streams_are_capturing_where_it_can_say(monkeypatch):
+    """From 2.13 on; cuda-python is not needed for that."""
+
+    class Stream:
+        def __init__(self, capturing):
+            self.capturing = capturing
+
+        def is_capturing(self):
+            return self.capturing
+
+    monkeypatch.setattr("torch.Stream", Stream)
+    streams = [Stream(False), Stream(False)]
+    for driver in (Driver(), object.__new__(CudaDriver)):
+        ask = driver.question(streams)
+        streams[1].capturing = False
+        assert ask() == []
+        streams[1].capturing = True
+        assert ask() == [streams[1]]

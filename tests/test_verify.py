@@ -1,6 +1,7 @@
 """`verify`: the first segment that differs from the eager function, and nothing left behind."""
 
 import importlib
+import itertools
 import re
 import warnings
 
@@ -126,7 +127,7 @@ def test_a_stale_weight(backend):
     assert found.inputs_agreed
     assert found.largest > 0
     text = str(report)
-    assert "first in graph segment 2 (Model.norm, stale_weight.py:22)" in text
+    assert "first in graph segment 2 (after Model.norm, stale_weight.py:22)" in text
     assert "`x` of eager segment 3 (Model.gate, stale_weight.py:22): largest difference" in text
     assert "Its inputs still agreed" in text
 
@@ -394,7 +395,7 @@ def test_it_needs_a_complete_capture(backend):
     x = backend.tensor(3)
     with g:
         out = -x
-    with backend.capture(), pytest.raises(CaptureStateError, match="leave the `with` block first"):
+    with backend.capture(), pytest.raises(CaptureStateError, match="leave the outer `with` block first"):
         g.verify(torch.neg, x, outputs=out)
 
 
@@ -462,3 +463,244 @@ def test_a_value_that_a_break_returned_is_named_first(backend):
     assert report.difference.kind == "returned"
     told = r"eager segment \d \(decide.*\n  `out` of its output: expected False, found True at capture"
     assert re.search(told, str(report))
+
+
+@eager_break_during_capture(name="measure")
+def measure(y):
+    """A number in a dict, and a tensor."""
+    return {"largest": float(y.max()), "values": y * 1}
+
+
+def test_a_number_in_a_container_that_captured_code_computed_with(backend):
+    """It is put into the dict at each replay, and the graph goes on with the old one."""
+
+    def f(x):
+        y = x * 2
+        return y / measure(y)["largest"]
+
+    x = backend.tensor(4).abs()
+    with torch.no_grad(), backend.capture() as g:
+        out = f(x)
+    assert g.verify(f, x, outputs=out)
+    x.mul_(3)
+    found = g.verify(f, x, outputs=out).difference
+    assert found.kind == "returned"
+    assert found.segment.name == "measure"
+    assert found.path == '`out["largest"]` of its output'
+    assert g.verify(lambda x: measure(x * 2)["values"], x)  # alone it is no difference
+
+
+def test_inputs_that_repeat_their_elements(backend):
+    """Expanded tensors and overlapping windows are restored as memory."""
+
+    @eager_break_during_capture
+    def double(t):
+        return t * 2
+
+    row = backend.tensor(3)
+    inputs = row.expand(2, 3), backend.tensor(6).as_strided((2, 3), (1, 1))
+    for x in inputs:
+        with torch.no_grad(), backend.capture() as g:
+            out = double(x) + 1
+        for seed in range(3):
+            row.copy_(backend.tensor(3, seed=seed))
+            before = x.clone()
+            assert g.verify(lambda x: double(x) + 1, x, outputs=out)
+            assert torch.equal(x, before)
+
+
+class TestGradients:
+    """`.grad` is state: eager code adds to it, or puts another tensor there; a replay does neither."""
+
+    @pytest.fixture
+    def micro(self, backend):
+        """A layer, a function that leaves gradients, and the function's input."""
+        layer, x = torch.nn.Linear(2, 1, device=backend.device), backend.tensor(3, 2)
+
+        def micro(x):
+            loss = layer(x).square().mean()
+            loss.backward()
+            return loss.detach()
+
+        micro(x)
+        layer.zero_grad()
+        return layer, micro, x
+
+    def test_they_are_compared(self, backend, micro):
+        """Captured with none, a replay overwrites what eager code adds to."""
+        layer, micro, x = micro
+        with backend.capture() as g:
+            out = micro(x)
+        gradient = layer.weight.grad
+        before = gradient.clone()
+        found = g.verify(micro, x, outputs=out).difference
+        assert found.kind == "state"
+        assert "weight.grad" in found.path
+        assert layer.weight.grad is gradient
+        assert torch.equal(gradient, before)
+
+    def test_one_that_is_put_anew(self, backend, micro):
+        """After zero_grad() eager code makes a tensor that the replay does not know."""
+        layer, micro, x = micro
+        with backend.capture() as g:
+            out = micro(x)
+        layer.zero_grad()
+        report = g.verify(micro, x, outputs=out)
+        assert report.nondeterminism is None
+        assert report.difference.kind == "anew"
+        assert "weight.grad" in report.difference.path
+        assert layer.weight.grad is None
+
+    def test_a_step_that_begins_with_zero_grad_agrees(self, backend, micro):
+        """It puts the gradients anew, but no run reads those of the one before."""
+        layer, micro, x = micro
+
+        def step(x):
+            layer.zero_grad()
+            return micro(x)
+
+        with backend.capture() as g:
+            out = step(x)
+        for seed in range(3):
+            x.copy_(backend.tensor(3, 2, seed=seed))
+            assert g.verify(step, x, outputs=out)
+
+
+class TestPutAnew:
+    """A tensor that a run puts into the place of another is named, not called chance."""
+
+    def check(self, g, f, args, out, path):
+        report = g.verify(f, *args, outputs=out)
+        assert report.nondeterminism is None
+        assert report.difference.kind == "anew"
+        assert f"`{path}`" in report.difference.path
+        assert "never changes which tensor stands there" in str(report)
+
+    def test_an_item_of_an_argument(self, backend):
+        """And it stands there again afterwards."""
+
+        def f(state):
+            state["h"] = state["h"] * 2 + 1
+            return state["h"] * 1
+
+        state = {"h": backend.tensor(3)}
+        with torch.no_grad(), backend.capture() as g:
+            out = f(state)
+        stands = state["h"]
+        before = stands.clone()
+        self.check(g, f, [state], out, 'args[0]["h"]')
+        assert state["h"] is stands
+        assert torch.equal(stands, before)
+
+    def test_an_attribute_of_a_module(self, backend):
+        """One that is only written is no difference."""
+
+        class Streaming(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.h, self.last = torch.zeros(3, device=backend.device), None
+
+            def forward(self, x):
+                self.last = x * 3
+                return self.step(x)
+
+            def step(self, x):
+                return x + 1
+
+        class Carrying(Streaming):
+            def step(self, x):
+                self.h = self.h + x
+                return self.h * 1
+
+        x = backend.tensor(3)
+        for model in (Streaming(), Carrying()):
+            with torch.no_grad():
+                model(x)
+                with backend.capture() as g:
+                    out = model(x)
+            x.copy_(backend.tensor(3, seed=1))
+            if type(model) is Streaming:
+                assert g.verify(model, x, outputs=out)
+            else:
+                self.check(g, model, [x], out, "Carrying.h")
+
+    def test_in_an_object_that_is_put_anew_itself(self, backend):
+        """The place cannot be put back by itself; it is named all the same."""
+
+        class Layer:
+            def __init__(self, keys):
+                self.keys = keys
+
+        layers = [Layer(torch.zeros(3, device=backend.device))]
+
+        def f(x):
+            layers[0] = Layer(layers[0].keys + x)
+            return layers[0].keys * 1
+
+        x = backend.tensor(3)
+        with torch.no_grad(), backend.capture() as g:
+            out = f(x)
+        self.check(g, f, [x], out, "f.layers[0].keys")
+
+    def test_chance_is_still_called_so(self, backend):
+        """A place that is put anew and not read does not hide it."""
+        count = itertools.count()
+        last = []
+
+        def f(x):
+            last[:] = [x * 2]
+            return x + next(count)
+
+        x = backend.tensor(3)
+        f(x)
+        with torch.no_grad(), backend.capture() as g:
+            out = f(x)
+        report = g.verify(f, x, outputs=out)
+        assert report.nondeterminism.kind == "final"
+        assert report.difference is None
+
+
+def test_a_tensor_for_none(backend):
+    """An optional argument that the capture had not, or had alone."""
+    mask = [None]
+
+    def f(x):
+        return masked(x + 1, mask[0]) * 2
+
+    x = backend.tensor(4)
+    for then, now, told in ((None, x, "expected a tensor [4], found None"), (x, None, "found a tensor [4]")):
+        mask[0] = then
+        with torch.no_grad(), backend.capture() as g:
+            out = f(x)
+        assert g.verify(f, x, outputs=out)
+        mask[0] = now
+        found = g.verify(f, x, outputs=out).difference
+        assert (found.kind, found.segment.name) == ("passed", "masked")
+        assert told in found.detail
+
+
+def test_memory_that_the_function_keeps_may_move(backend):
+    """What verify itself holds does not count as an owner of what a break returned."""
+
+    class Model:
+        last = None
+
+        @eager_break_during_capture
+        def double(self, t):
+            self.last = t * 2
+            return self.last
+
+        def __call__(self, x):
+            return self.double(x + 1) * 3
+
+    model, x = Model(), backend.tensor(3)
+    with torch.no_grad():
+        model(x)
+        with backend.capture() as g:
+            out = model(x)
+    for seed in range(3):
+        x.copy_(backend.tensor(3, seed=seed))
+        report = g.verify(model, x, outputs=out)
+        assert report, str(report)
+        g.replay()
+        assert torch.equal(out, model(x))

@@ -169,8 +169,6 @@ LAYOUTS = {
     "strided slice": lambda t: t.repeat(2)[1::2],
     "small part of much": lambda t: t.repeat(5000)[9001:9005],
     "complex64": lambda t: torch.complex(t, t + 1),
-    "conjugate": lambda t: torch.complex(t, t + 1).conj(),
-    "negated": lambda t: torch.complex(t, t + 1).conj().imag,
     "real part": lambda t: torch.complex(t, t + 1).real,
     "rotated": lambda t: torch.view_as_real(torch.view_as_complex(t.view(2, 2).clone()) * 1j),
     "int64": lambda t: (t * 10).long(),
@@ -234,11 +232,6 @@ def same_twice(t):
     return [out, {"again": out}]
 
 
-def conjugates(t):
-    out = torch.complex(t, t + 1)
-    return out, out.conj(), out.imag
-
-
 def other_dtype(t):
     out = t + 1
     return out[3:], out.view(torch.int32)[1:2]
@@ -260,7 +253,6 @@ def two_groups(t):
         (split, list),
         (overlapping, lambda o: [o[0], o[1], o[2][0]]),
         (same_twice, lambda o: [o[0], o[1]["again"]]),
-        (conjugates, list),
         (other_dtype, list),
         (empty_first, list),
         (two_groups, list),
@@ -540,8 +532,9 @@ def test_ping_pong_buffers_are_refused(backend, view):
     with torch.no_grad(), backend.capture() as g:
         out = made(x * 2)["k"][0] * 1
     x.fill_(5)
-    with pytest.raises(OutputMismatchError, match=r"segment 1 \(`made`.*`out\[\"k\"\]\[0\]`.*others own"):
+    with pytest.raises(OutputMismatchError, match="others own") as info:
         g.replay()
+    assert (info.value.segment, info.value.path) == (1, 'out["k"][0]')
     assert [b.tolist() for b in buffers] == [[2] * 4, [10] * 4]
     g.replay()
     assert out.tolist() == [10] * len(out)
@@ -563,7 +556,6 @@ REMEMBERED = {
     "the same twice": (same_twice, lambda o: [o[0], o[1]["again"]]),
     "with views": (overlapping, lambda o: [o[0], o[1], o[2][0]]),
     "expanded": (lambda t: (t + 1).expand(2, 4), lambda o: [o]),
-    "conjugates": (conjugates, list),
     "beside a new one": (lambda t: {"a": t + 1, "b": t * 2}, lambda o: list(o.values())),
 }
 
@@ -625,7 +617,11 @@ def test_a_remembered_output_that_the_user_keeps_too(backend, keep, guard):
             g.replay()
         assert torch.equal(kept[0] if isinstance(kept, list) else kept, values)
         del kept
-        g.replay()
+        if guard is torch.no_grad:
+            g.replay()
+        else:  # tensors of inference mode do not say whether captured code wrote to them
+            with pytest.raises(OutputMismatchError):
+                g.replay()
 
 
 def test_bridges_that_come_back(backend):
@@ -693,16 +689,22 @@ def test_a_host_tensor_alone(backend):
 
 
 def test_another_order_of_keys(backend):
-    """A dict is its keys, whatever their order, shared containers included."""
+    """It is another structure: an error that names the first key that differs."""
     calls = []
 
     def make(t):
         calls.append(1)
         inner = [t + 1]
         items = [("a", inner), ("b", t * 2), ("c", inner), ("n", 1)]
-        return dict(reversed(items) if len(calls) % 3 else items)  # the third call is captured
+        return dict(reversed(items) if len(calls) > 1 else items)
 
-    check_output(backend, make, lambda o: [o["a"][0], o["b"]])
+    made = eager_break_during_capture(make, name="made")
+    x = backend.tensor(4)
+    with torch.no_grad(), backend.capture() as g:
+        made(x * 2)
+    with pytest.raises(OutputMismatchError) as info:
+        g.replay()
+    assert (info.value.segment, info.value.path) == (1, 'out["a"]')
 
 
 def test_other_strides_of_a_lone_leaf(backend):
@@ -729,12 +731,12 @@ MISMATCHES = {
     "deep container": (lambda t: {"k": [t + 1]}, lambda t: {"k": [[t + 1]]}, 'out["k"][0]', ["a list"]),
     "missing key": (lambda t: {"k": t + 1, "v": t + 2}, lambda t: {"k": t + 1}, 'out["v"]', ["no"]),
     "missing first key": (lambda t: {"k": t + 1, "v": t + 2}, lambda t: {"v": t + 2}, 'out["k"]', []),
-    "extra key": (lambda t: {"k": t + 1}, lambda t: {"k": t + 1, "v": t}, 'out["v"]', ["additional"]),
-    "renamed key": (lambda t: {"k": t + 1}, lambda t: {"K": t + 1}, 'out["k"]', ['out["K"]`. The']),
+    "extra key": (lambda t: {"k": t + 1}, lambda t: {"k": t + 1, "v": t}, 'out["v"]', ["nothing"]),
+    "renamed key": (lambda t: {"k": t + 1}, lambda t: {"K": t + 1}, 'out["k"]', ['out["K"]`, with']),
     "shorter list": (lambda t: {"k": [t + 1, t + 2]}, lambda t: {"k": [t + 1]}, 'out["k"][1]', ["no"]),
     "longer tuple": (
         lambda t: (t + 1,), lambda t: (t + 1, t + 2), "out[1]",
-        ["additional", "1 items there at capture, 2 now"],
+        ["nothing", "a tensor"],
     ),
     "missing attribute": (
         lambda t: SimpleNamespace(a=t + 1, b=1), lambda t: SimpleNamespace(a=t + 1), "out.b", [],
@@ -763,7 +765,7 @@ MISMATCHES = {
         lambda t: {"k": t + 1, "v": t}, lambda t: {"k": 2.0, "v": t}, 'out["k"]', ["float"],
     ),
     "None became a tensor": (
-        lambda t: Pair(t + 1, None), lambda t: Pair(t + 1, t), "out.second", ["NoneType"],
+        lambda t: Pair(t + 1, None), lambda t: Pair(t + 1, t), "out.second", ["a plain value", "a tensor"],
     ),
     "sparse": (lambda t: (t + 1, t + 2), lambda t: (t.to_sparse(), t + 2), "out[0]", ["sparse"]),
     "sparse alone": (lambda t: t + 1, lambda t: t.to_sparse(), "out", ["sparse"]),
@@ -772,10 +774,10 @@ MISMATCHES = {
     ),
     "same became two": (same_twice, lambda t: [t + 1, {"again": t + 1}], 'out[1]["again"]', ["out[0]"]),
     "clones became views": (
-        lambda t: [t + 1, t[1:] + 1], lambda t: [o := t + 1, o[1:]], "out[1]", ["separate"],
+        lambda t: [t + 1, t[1:] + 1], lambda t: [o := t + 1, o[1:]], "out[1]", ["in memory of its own"],
     ),
     "two became the same": (
-        lambda t: [t + 1, t + 1], lambda t: [t + 1] * 2, "out[1]", ["out[0]", "separate"],
+        lambda t: [t + 1, t + 1], lambda t: [t + 1] * 2, "out[1]", ["out[0]", "in memory of its own"],
     ),
     "views at another distance": (split, lambda t: ((o := t + 1)[2:], o[:2]), "out[1]", ["out[0]"]),
     "views with other strides": (
@@ -787,15 +789,15 @@ MISMATCHES = {
         lambda t: [o := t + 1, o[1:2], o[2:3]], "out[2]", ["out[0]"],
     ),
     "groups exchanged": (
-        two_groups, lambda t: ((o := two_groups(t))[0], o[2], o[1], o[3]), "out[1]", ["out[0]", "separate"],
+        two_groups, lambda t: ((o := two_groups(t))[0], o[2], o[1], o[3]), "out[1]", ["in memory of its own"],
     ),
-    "argument became new": (lambda t: (t, t + 1), lambda t: (t + 0, t + 1), "out[0]", ["argument"]),
-    "another view of the argument": (lambda t: t[1:], lambda t: t[:3], "out", ["argument"]),
+    "argument became new": (lambda t: (t, t + 1), lambda t: (t + 0, t + 1), "out[0]", ["others own"]),
+    "another view of the argument": (lambda t: t[1:], lambda t: t[:3], "out", ["memory that others own"]),
     "argument with other strides": (
         lambda t: t.view(2, 2), lambda t: t.view(2, 2).t(), "out", ["strides [1, 2]"],
     ),
     "new became the argument twice": (
-        lambda t: (t, t + 1), lambda t: (t, t), "out[1]", ["out[0]", "separate"],
+        lambda t: (t, t + 1), lambda t: (t, t), "out[1]", ["out[0]", "in memory of its own"],
     ),
     "expanded became full": (
         lambda t: (t + 1).expand(2, 4), lambda t: torch.stack([t + 1, t]), "out", ["strides [0, 1]"],
@@ -823,6 +825,7 @@ def test_every_mismatch_is_an_error_with_its_path(backend, case):
             with pytest.raises(OutputMismatchError) as info:
                 g.replay()
             message = str(info.value)
+            assert (info.value.segment, info.value.path) == (1, path)
             assert f"`{path}`" in message
             assert "segment 1 (`made`, " in message
             assert __file__ in message
@@ -870,6 +873,8 @@ class Sub(torch.Tensor):
         (lambda t: TwoTensor(t + 1, t + 2), "TwoTensor"),
         (quantized, "quantized"),
         (nested, "nested"),
+        (lambda t: torch.complex(t, t + 1).conj(), "conjugate"),
+        (lambda t: torch.complex(t, t + 1).conj().imag, "negative"),
     ],
 )
 def test_tensors_that_cannot_be_bridged_are_refused_by_name(backend, make, kind):
@@ -877,9 +882,10 @@ def test_tensors_that_cannot_be_bridged_are_refused_by_name(backend, make, kind)
     step = run_break(lambda t: {"k": [make(t)]})
     x = backend.tensor(4)
     with torch.no_grad():
-        with pytest.raises(CaptureFailedError, match=rf"returned a .*{kind}.* at `out\[\"k\"\]\[0\]`"):
+        with pytest.raises(CaptureFailedError, match=kind) as info:
             with backend.capture():
                 step.fn(x * 2)
+        assert (info.value.segment, info.value.path) == (1, 'out["k"][0]')
         step.make = lambda t: {"k": [t + 1]}
         with backend.capture() as g:
             out = step.fn(x * 2)["k"][0] * 1

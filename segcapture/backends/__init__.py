@@ -25,7 +25,7 @@ def make_backend(
             f"'global', 'relaxed'"
         )
     for generator in generators:  # torch 2.11 crashes on one of another device
-        if generator.device != chosen:
+        if generator.device.type != chosen.type or generator.device.index not in (None, chosen.index):
             raise ValueError(f"generators: one is of {generator.device}, and the capture of {chosen}")
     if debug or chosen.type != "cuda":
         from segcapture.backends.emulated import EmulatedBackend

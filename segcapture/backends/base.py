@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from segcapture.outputs import Memory
 from segcapture.replay import Watch
 from segcapture.segments import Graph, Segment
-from segcapture.writeback.bridges import Memory
 
 
 class Backend(Memory):
@@ -29,7 +29,7 @@ class Backend(Memory):
         """What `pool=` of another capture takes; None where there is none."""
         return None
 
-    def turn(self) -> AbstractContextManager[None]:
+    def exclusive(self) -> AbstractContextManager[None]:
         """For the block: the current stream after all work on this memory, and no other thread's on it."""
         return nullcontext()
 

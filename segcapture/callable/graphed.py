@@ -198,7 +198,7 @@ class GraphedCallable:
 
     def _serve_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         inside = self._exclusive.owner == threading.get_ident()  # its static inputs are in use
-        if not inside and (state.recording is not None or is_captured()):
+        if not inside and (state.run is not None or is_captured()):
             return self.fn(*args, **kwargs)
         self._counts["calls"] += 1
         if inside or not _entered(self._exclusive):

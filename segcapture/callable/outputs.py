@@ -54,7 +54,8 @@ class Template:
             values[i] = copy.copy(values[i])  # before their items, which may lead back here
         for i, items in self._tuples:
             made = [values[k] for k in items]
-            values[i] = tuple(made) if type(values[i]) is tuple else tuple_like(values[i], made)
+            kind, attributes = type(values[i]), getattr(values[i], "__dict__", {})
+            values[i] = tuple_like(kind, attributes, made)
         for i, pairs in self._copied:
             for key, k in pairs:
                 set_item(values[i], key, values[k])

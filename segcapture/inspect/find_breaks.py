@@ -8,13 +8,16 @@ from typing import Any
 import attrs
 import torch
 
+from segcapture.arguments import Call
 from segcapture.backends.refusals import check_function, check_operator, is_stricter_on_cpu
 from segcapture.errors import CaptureFailedError
-from segcapture.inspect.observer import Observer
-from segcapture.inspect.snapshot import tensors_of
+from segcapture.inspect.snapshot import Search
+from segcapture.listener import Listener
+from segcapture.operators.break_on import OperatorBreaks
 from segcapture.operators.composites import is_composite, tensor_leaves
-from segcapture.operators.intercept import Call, watching
-from segcapture.thread import location
+from segcapture.operators.intercept import Invoke, capture_reported, watching
+from segcapture.recorder import Options, Run
+from segcapture.thread import location, state
 
 
 @attrs.frozen
@@ -78,23 +81,25 @@ def find_breaks(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Missing
         CaptureStateError: this thread is inside of a capture.
         Exception: what `fn` raises, with a note that lists what was found until then.
     """
-    device = _device_of(fn, args, kwargs)
-    finder = _Finder(device)
-    observer = Observer(None, lambda name: True, finder)
-    finder.observer = observer
+    finder = _Finder(_device_of(fn, args, kwargs))
+    run = Run(None, Options(None, OperatorBreaks(()), None, execute=True, full=False), [finder])
+    run.enter()
     try:
-        with observer.active(), finder.active():
+        with capture_reported(lambda: not run.inside_eager):
             fn(*args, **kwargs)
     except Exception as error:
         if finder.found:
             error.add_note(f"segcapture: find_breaks had found until then: {finder.report()}")
         raise
+    finally:
+        run.leave()
     return finder.report()
 
 
 def _device_of(fn: Any, args: Any, kwargs: Any) -> torch.device:
     """The accelerator where a tensor of the call is on one, or where there is one and no tensor is known."""
-    devices = {t.device for _, t in tensors_of(fn, args, kwargs)}
+    slots = Search(fn, args, kwargs).slots
+    devices = {slot.value.device for slot in slots if slot.value is not None}
     for device in devices:
         if device.type not in ("cpu", "meta"):
             return device
@@ -104,24 +109,27 @@ def _device_of(fn: Any, args: Any, kwargs: Any) -> torch.device:
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
-class _Finder:
+class _Finder(Listener):
     """Collects refusals instead of raising them."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.found: dict[tuple[str, str, str], int] = {}
-        self.observer: Any = None
         self._breaks = 0
         self._trusted = 0
 
     @property
     def off(self) -> bool:
         """Whether what runs now is in an eager break, or part of what has been judged already."""
-        return self._trusted > 0 or bool(self.observer.inside_eager)
+        return self._trusted > 0 or state.run is None or state.run.inside_eager
 
-    def active(self) -> AbstractContextManager[None]:
+    def intercepting(self) -> AbstractContextManager[None]:
         """Watch the operators of this thread, and the conversions to Python, which no operator shows."""
-        return watching(self._operator, self._function)
+        return watching(self._operator, self._function, bodies=True)
+
+    def break_begins(self, index: int, name: str, place: str, call: Call) -> None:
+        """Count it."""
+        self._breaks += 1
 
     @contextmanager
     def trusting(self) -> Iterator[None]:
@@ -143,13 +151,13 @@ class _Finder:
             return True
         return False
 
-    def _operator(self, func: Any, args: Any, kwargs: Any, call: Call) -> Any:
+    def _operator(self, func: Any, args: Any, kwargs: Any, call: Invoke) -> Any:
         judged = not is_composite(func) and not self.off
         if judged and any(tensor.device == self.device for tensor in tensor_leaves(args, kwargs)):
             self.refused(check_operator, func, args, kwargs)
         return call()
 
-    def _function(self, func: Any, args: Any, kwargs: Any, call: Call) -> Any:
+    def _function(self, func: Any, args: Any, kwargs: Any, call: Invoke) -> Any:
         if self.off:
             return call()
         known = self.refused(check_function, func, args, kwargs, self.device)
@@ -164,10 +172,3 @@ class _Finder:
         )
         made.breaks = self._breaks
         return made
-
-    def called(self, name: str, place: str, call: Any) -> None:
-        """Count a break."""
-        self._breaks += 1
-
-    def returned(self, output: Any) -> None:
-        """Nothing to see."""

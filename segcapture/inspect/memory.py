@@ -1,18 +1,15 @@
 """What a capture keeps in memory, and in which segment."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import attrs
 import torch
 
-from segcapture.inspect.table import aligned, size, title
+from segcapture.backends.base import Backend
+from segcapture.inspect.table import WHICH, aligned, size, which
 from segcapture.segments import EagerSegment, Segment
-from segcapture.thread import short
-from segcapture.writeback.aliases import storage_id
-from segcapture.writeback.structure import tensors_in
-
-if TYPE_CHECKING:
-    from segcapture.capture import BreakableCUDAGraphCapture
+from segcapture.tensors import storage_id
+from segcapture.trees import tensors_in
 
 
 @attrs.frozen(eq=False, kw_only=True)
@@ -20,11 +17,11 @@ class SegmentMemory:
     """Bytes of one segment."""
 
     segment: Segment = attrs.field(repr=False)
-    bridges: int
+    bridges: int = 0
     """Memory that carries its output to later segments."""
-    arguments: int
+    arguments: int = 0
     """Memory that it alone, or it first, keeps alive for its arguments; 0 for what is in the pool."""
-    results: int
+    results: int = 0
     """Memory of what its operators made, where segments are emulated; elsewhere it is in the pool."""
 
 
@@ -50,47 +47,34 @@ class MemoryReport:
         return sum(row.arguments for row in self.segments)
 
     def __str__(self) -> str:
-        pooled = self.reserved is not None
-        rows = [["#", "kind", "name", "where", "bridges", "kept arguments", *([] if pooled else ["results"])]]
-        for row in self.segments:
-            segment = row.segment
-            cells = [str(segment.index), segment.kind, segment.name, short(segment.location)]
-            cells += [size(n) if n else "" for n in (row.bridges, row.arguments)]
-            rows.append(cells if pooled else [*cells, size(row.results) if row.results else ""])
-        total = ["", "", "total", "", size(self.bridges), size(self.arguments)]
-        rows.append(total if pooled else [*total, size(sum(row.results for row in self.segments))])
-        pool = (
-            f"pool: {size(self.reserved)} reserved, {size(self.active or 0)} in use"
-            if self.reserved is not None
-            else "no pool: segments are emulated, and each keeps what its operators made"
-        )
-        return "\n".join([self.title, *aligned(rows), pool])
+        columns = {"bridges": "bridges", "kept arguments": "arguments", "results": "results"}
+        pool = "no pool: segments are emulated, and each keeps what its operators made"
+        if self.reserved is not None:
+            del columns["results"]
+            pool = f"pool: {size(self.reserved)} reserved, {size(self.active or 0)} in use"
+        numbers = [[getattr(row, name) for name in columns.values()] for row in self.segments]
+        totals = [size(sum(row[i] for row in numbers)) for i in range(len(columns))]
+        rows = [
+            [*which(row.segment), *(size(n) if n else "" for n in values)]
+            for row, values in zip(self.segments, numbers, strict=True)
+        ]
+        table = aligned([[*WHICH, *columns], *rows, ["", "", "total", "", *totals]])
+        return "\n".join([self.title, *table, pool])
 
 
-def memory_report(capture: "BreakableCUDAGraphCapture") -> MemoryReport:
+def memory_report(title: str, segments: Sequence[Segment], backend: Backend) -> MemoryReport:
     """Measure; see `BreakableCUDAGraphCapture.memory_report`."""
-    backend = capture._backend
     counted: set[int] = set()
     rows = []
-    for segment in capture.segments:
-        bridges = arguments = results = 0
+    for segment in segments:
         if isinstance(segment, EagerSegment):
-            bridges = segment.bridge_bytes
+            arguments = 0
             for tensor in tensors_in(*segment.call.args, *segment.call.kwargs.values()):
-                if not backend.is_alias(tensor) and not _counted(counted, tensor):
-                    arguments += tensor.untyped_storage().nbytes()
+                if tensor.layout is torch.strided and not backend.is_alias(tensor):
+                    arguments += tensor.untyped_storage().nbytes() * (storage_id(tensor) not in counted)
+                    counted.add(storage_id(tensor))
+            rows.append(SegmentMemory(segment=segment, bridges=segment.bridge_bytes, arguments=arguments))
         else:
-            results = getattr(segment.graph, "nbytes", int)()
-        rows.append(SegmentMemory(segment=segment, bridges=bridges, arguments=arguments, results=results))
+            rows.append(SegmentMemory(segment=segment, results=getattr(segment.graph, "nbytes", int)()))
     reserved, active = backend.pool_bytes() or (None, None)
-    return MemoryReport(title=title(capture), reserved=reserved, active=active, segments=tuple(rows))
-
-
-def _counted(seen: set[int], tensor: torch.Tensor) -> bool:
-    """Whether a tensor's storage was there before; from now on it is."""
-    if tensor.layout is not torch.strided:
-        return True
-    key = storage_id(tensor)
-    known = key in seen
-    seen.add(key)
-    return known
+    return MemoryReport(title=title, reserved=reserved, active=active, segments=tuple(rows))

@@ -1,20 +1,21 @@
 """Where a replay's time goes, segment by segment, on the host and on the GPU."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
 import torch
 
-from segcapture.inspect.table import aligned, title
+from segcapture.backends.base import Backend
+from segcapture.inspect.table import WHICH, aligned, which
 from segcapture.segments import EagerSegment, Segment
-from segcapture.thread import short
 
-if TYPE_CHECKING:
-    from segcapture.capture import BreakableCUDAGraphCapture
+_COLUMNS = {"host us": "host", "function us": "function", "ours us": "ours", "GPU us": "gpu", "gap us": "gap"}
+_COLOURS = {"graph segment": "#4878a8", "eager function": "#e8863c", "segcapture": "#a04000"}
+_NARROW = 0.04  # of the width: no name fits in
 
 
 @attrs.frozen(eq=False, kw_only=True)
@@ -66,30 +67,18 @@ class ProfileReport:
 
     def __str__(self) -> str:
         on_gpu = any(row.gpu is not None for row in self.segments)
-        columns = ["#", "kind", "name", "where", "host us", "function us", "ours us"]
-        rows = [columns + (["GPU us", "gap us"] if on_gpu else [])]
-        for row in self.segments:
-            cells = [str(row.segment.index), row.segment.kind, row.segment.name, short(row.segment.location)]
-            cells += [f"{row.host:.1f}", f"{row.function:.1f}" if row.function else "", f"{row.ours:.1f}"]
-            if on_gpu:
-                cells += [_number(row.gpu), _number(row.gap)]
-            rows.append(cells)
-        total = ["", "", "total", "", *(f"{sum(values):.1f}" for values in self._host_columns())]
-        if on_gpu:
-            total += [f"{sum(row.gpu or 0 for row in self.segments):.1f}"]
-            total += [f"{sum(row.gap or 0 for row in self.segments):.1f}"]
-        rows.append(total)
-        head = f"{self.title}; medians of {self.replays} replays"
-        foot = (
-            f"A replay as usual: {self.host:.1f} us on the host"
-            + (f", {self.done:.1f} us until the GPU is done" if on_gpu else "")
-            + f"; measured: {self.watched:.1f} us on the host."
-        )
-        return "\n".join([head, *aligned(rows), foot])
-
-    def _host_columns(self) -> list[list[float]]:
-        rows = self.segments
-        return [[r.host for r in rows], [r.function for r in rows], [r.ours for r in rows]]
+        columns = [*_COLUMNS][: 5 if on_gpu else 3]
+        numbers = [[getattr(row, _COLUMNS[column]) for column in columns] for row in self.segments]
+        rows = [
+            [*which(row.segment), *(f"{value:.1f}" if value else "" for value in values)]
+            for row, values in zip(self.segments, numbers, strict=True)
+        ]
+        totals = [f"{sum(row[i] or 0 for row in numbers):.1f}" for i in range(len(columns))]
+        table = aligned([[*WHICH, *columns], *rows, ["", "", "total", "", *totals]])
+        until_done = f", {self.done:.1f} us until the GPU is done" if on_gpu else ""
+        usual = f"A replay as usual: {self.host:.1f} us on the host{until_done}"
+        head, foot = f"medians of {self.replays} replays", f"measured: {self.watched:.1f} us on the host."
+        return "\n".join([f"{self.title}; {head}", *table, f"{usual}; {foot}"])
 
     def plot(self, path: str | Path) -> None:
         """Draw the timeline of one replay: segments as bars on a host lane and a GPU lane.
@@ -100,38 +89,73 @@ class ProfileReport:
             ImportError: matplotlib is missing.
         """
         try:
-            from segcapture.inspect.timeline import draw
+            from matplotlib.figure import Figure
+            from matplotlib.patches import Patch
         except ImportError as error:
             raise ImportError("plot() needs matplotlib: pip install 'segcapture[plot]'") from error
-        draw(self, path)
+        lanes = ["host", "GPU"] if any(span.gpu for span in self.timeline) else ["host"]
+        end = max([1e-3, *(at for span in self.timeline for _, (_, at), _, _ in _bars(span))])
+        # No pyplot: it would choose a backend for the whole process.
+        figure = Figure(figsize=(12, 1.4 + 0.9 * len(lanes)), layout="constrained")
+        axes = figure.add_subplot()
+        for span in self.timeline:
+            for lane, (start, stop), colour, label in _bars(span):
+                width, middle = stop - start, (start + stop) / 2
+                bar = axes.broken_barh([(start, width)], (lane - 0.3, 0.6), facecolor=colour)
+                bar.set(edgecolor="white", linewidth=0.4)
+                if width > _NARROW * end:
+                    shown = label[: max(1, int(width / end * 150))]
+                    axes.text(middle, lane, shown, ha="center", va="center", fontsize=7, color="white")
+        axes.set_yticks(range(len(lanes)), lanes)
+        axes.set_ylim(len(lanes) - 0.5, -0.5)
+        axes.set_xlim(0, end * 1.01)
+        axes.set_xlabel("us after the start of the replay")
+        axes.set_title(self.title, fontsize=10)
+        handles = [Patch(color=colour, label=label) for label, colour in _COLOURS.items()]
+        figure.legend(handles=handles, loc="outside lower center", ncols=3, fontsize=8, frameon=False)
+        figure.savefig(path, dpi=150)
 
 
-def profile(capture: "BreakableCUDAGraphCapture", n: int) -> ProfileReport:
+def _bars(span: Span) -> list[tuple[int, tuple[float, float], str, str]]:
+    """Lane, start and end, colour and label of a segment's bars; what is ours lies over the whole."""
+    graph, eager, ours = _COLOURS.values()
+    segment = span.segment
+    colour, label = graph, str(segment.index)
+    if segment.kind == "eager":
+        colour, label = eager, f"{label} {segment.name}"
+    bars = [(0, span.host, colour, label)]
+    if span.function is not None:
+        bars.append((0, (span.host[0], span.function[0]), ours, ""))
+        bars.append((0, (span.function[1], span.host[1]), ours, ""))
+    if span.gpu is not None:
+        bars.append((1, span.gpu, colour, label))
+    return bars
+
+
+def profile(
+    title: str, segments: Sequence[Segment], backend: Backend, replay: Callable[[], None], n: int
+) -> ProfileReport:
     """Measure; see `BreakableCUDAGraphCapture.profile`."""
     if n < 1:
         raise ValueError(f"n must be 1 or more, got {n}")
-    device = capture.device
-    clock = _Clock(device, len(capture.segments))
-    segments = [clock.timed(s) if isinstance(s, EagerSegment) else s for s in capture.segments]
-    watched = capture._backend.replayer(segments, clock.around)
-    usual = [_timed(capture.replay, device) for _ in range(n + 1)][1:]
+    clock = _Clock(backend.device, segments)
+    # The first of each kind warms up.
+    usual = [_timed(replay, backend.device) for _ in range(n + 1)][1:]
+    watched = backend.replayer(clock.timed, clock.around)
     runs = []
     for _ in range(n + 1):
         clock.start()
-        host, _ = _timed(watched, device)
-        runs.append((host, clock.spans(capture.segments)))
-    runs = runs[1:]  # the first warms up
-    runs_by_length = sorted(runs, key=lambda run: run[0])
+        host, _ = _timed(watched, backend.device)
+        runs.append((host, clock.spans()))
+    runs = sorted(runs[1:], key=lambda run: run[0])
     return ProfileReport(
-        title=title(capture),
+        title=title,
         replays=n,
-        segments=tuple(
-            _medians(segment, [spans for _, spans in runs], i) for i, segment in enumerate(capture.segments)
-        ),
+        segments=tuple(_medians([spans for _, spans in runs], i) for i in range(len(segments))),
         host=median(host for host, _ in usual),
         done=median(done for _, done in usual),
         watched=median(host for host, _ in runs),
-        timeline=tuple(runs_by_length[(len(runs) - 1) // 2][1]),
+        timeline=tuple(runs[(n - 1) // 2][1]),
     )
 
 
@@ -150,61 +174,34 @@ def _synchronize(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-def _medians(segment: Segment, runs: list[list[Span]], i: int) -> SegmentTime:
+def _medians(runs: Sequence[Sequence[Span]], i: int) -> SegmentTime:
+    """Of the segment with the number `i`."""
+
+    def middle(lengths: list[float]) -> float | None:
+        return median(lengths) if lengths else None
+
     spans = [run[i] for run in runs]
-    before = [run[i - 1] for run in runs] if i else []
-    gpu = [span.gpu[1] - span.gpu[0] for span in spans if span.gpu is not None]
-    gaps = [
-        span.gpu[0] - last.gpu[1]
-        for span, last in zip(spans, before, strict=False)
-        if span.gpu is not None and last.gpu is not None
-    ]
+    pairs = [(run[i - 1].gpu, run[i].gpu) for run in runs if i]
     return SegmentTime(
-        segment=segment,
+        segment=spans[0].segment,
         host=median(span.host[1] - span.host[0] for span in spans),
-        function=median(s.function[1] - s.function[0] if s.function is not None else 0.0 for s in spans),
-        gpu=median(gpu) if gpu else None,
-        gap=median(gaps) if gaps else None,
+        function=middle([s.function[1] - s.function[0] for s in spans if s.function]) or 0.0,
+        gpu=middle([span.gpu[1] - span.gpu[0] for span in spans if span.gpu]),
+        gap=middle([now[0] - before[1] for before, now in pairs if before and now]),
     )
 
 
 class _Clock:
     """Reads the time around each segment, and marks it on the GPU."""
 
-    def __init__(self, device: torch.device, count: int) -> None:
-        self._on_gpu = device.type != "cpu"
-        self._events: list[Any] = []
-        if self._on_gpu:
-            self._events = [torch.Event(device, enable_timing=True) for _ in range(2 * count + 1)]
-        self.start()
+    def __init__(self, device: torch.device, segments: Sequence[Segment]) -> None:
+        self._segments = segments
+        self.timed = [self._timed(s) if isinstance(s, EagerSegment) else s for s in segments]
+        """The segments, with functions that are timed."""
+        count = 0 if device.type == "cpu" else 2 * len(segments) + 1
+        self._events: list[Any] = [torch.Event(device, enable_timing=True) for _ in range(count)]
 
-    def start(self) -> None:
-        """Begin a new replay. The GPU is idle, so that both clocks begin together."""
-        self._at: list[list[int]] = []
-        self._function: dict[int, tuple[int, int]] = {}
-        self._used = 0
-        self._mark()
-        self._zero = time.perf_counter_ns()
-
-    def _mark(self) -> None:
-        if self._on_gpu:
-            self._events[self._used].record()
-            self._used += 1
-
-    def around(self, segment: Segment) -> "_Clock":
-        """Itself, as the context around a segment."""
-        return self
-
-    def __enter__(self) -> None:
-        self._mark()
-        self._at.append([time.perf_counter_ns()])
-
-    def __exit__(self, *error: object) -> None:
-        self._at[-1].append(time.perf_counter_ns())
-        self._mark()
-
-    def timed(self, segment: EagerSegment) -> EagerSegment:
-        """The segment, with a function that is timed."""
+    def _timed(self, segment: EagerSegment) -> EagerSegment:
         fn = segment.call.fn
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -212,28 +209,47 @@ class _Clock:
             try:
                 return fn(*args, **kwargs)
             finally:
-                self._function[len(self._at) - 1] = (start, time.perf_counter_ns())
+                self._functions[segment.index] = (start, time.perf_counter_ns())
 
         return attrs.evolve(segment, call=attrs.evolve(segment.call, fn=call))
 
-    def spans(self, segments: tuple[Segment, ...]) -> list[Span]:
+    def start(self) -> None:
+        """Begin a new replay. The GPU is idle, so that both clocks begin together."""
+        self._at: list[int] = []
+        self._functions: dict[int, tuple[int, int]] = {}
+        self._unused = iter(self._events)
+        self._mark()
+        self._zero = time.perf_counter_ns()
+
+    def _mark(self) -> None:
+        if self._events:
+            next(self._unused).record()
+
+    def around(self, segment: Segment) -> "_Clock":
+        """Itself, as the context around a segment."""
+        return self
+
+    def __enter__(self) -> None:
+        self._mark()
+        self._at.append(time.perf_counter_ns())
+
+    def __exit__(self, *error: object) -> None:
+        self._at.append(time.perf_counter_ns())
+        self._mark()
+
+    def spans(self) -> list[Span]:
         """What was read, after the GPU is done."""
+        host = _pairs([self._us(at) for at in self._at])
+        gpu = _pairs([float(self._events[0].elapsed_time(event)) * 1e3 for event in self._events[1:]])
+        functions = {i: (self._us(start), self._us(end)) for i, (start, end) in self._functions.items()}
         return [
-            Span(
-                segment,
-                self._host(self._at[i][0], self._at[i][1]),
-                self._host(*self._function[i]) if i in self._function else None,
-                (self._gpu(2 * i + 1), self._gpu(2 * i + 2)) if self._on_gpu else None,
-            )
-            for i, segment in enumerate(segments)
+            Span(segment, host[i], functions.get(segment.index), gpu[i] if gpu else None)
+            for i, segment in enumerate(self._segments)
         ]
 
-    def _host(self, start: int, end: int) -> tuple[float, float]:
-        return (start - self._zero) / 1e3, (end - self._zero) / 1e3
-
-    def _gpu(self, event: int) -> float:
-        return float(self._events[0].elapsed_time(self._events[event])) * 1e3
+    def _us(self, at: int) -> float:
+        return (at - self._zero) / 1e3
 
 
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.1f}"
+def _pairs(times: list[float]) -> list[tuple[float, float]]:
+    return [*zip(times[::2], times[1::2], strict=True)]

@@ -1,16 +1,19 @@
-"""Values kept for later: tensors that a function may change, random states, and comparisons."""
+"""Values kept for later: what a function may change, as it was, and how tensors differ."""
 
+import contextlib
 import functools
 import inspect
 import random
 import sys
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import attrs
 import torch
 
-from segcapture.writeback.structure import children
+from segcapture.tensors import View, on_bytes, own_alias, shows_memory_alone, storage_id
+from segcapture.trees import PLAIN, children, get_item, set_item
 
 _DEPTH = 6
 _LARGEST_KEPT = 64 * 2**20  # bytes: of larger tensors an even sample is kept
@@ -26,132 +29,180 @@ _TOLERANCES = {
 }
 
 
-def tensors_of(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
-    """Tensors that a call can reach, with names: in its arguments, and what the function itself refers to.
+# What a call can reach
 
-    That is: parameters, buffers and tensor attributes of modules, the object of a bound method, what a
-    function closes over, and the globals that it names.
+
+@attrs.frozen(eq=False)
+class Slot:
+    """Where a tensor stands, or None."""
+
+    path: str
+    owner: Any
+    key: Any
+    value: torch.Tensor | None
+
+
+class Search:
+    """What a call can reach: by its arguments, by the function itself, by what else its user names.
+
+    That is: what is in containers and objects; parameters, buffers, attributes and gradients of modules; the
+    object of a bound method; what a function closes over, and the globals that it names.
     """
-    found = _Search()
-    found.visit_call(fn, args, kwargs)
-    return found.tensors
 
-
-class _Search:
-    """A walk through Python objects that meets each tensor once."""
-
-    def __init__(self) -> None:
-        self.tensors: list[tuple[str, torch.Tensor]] = []
+    def __init__(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], others: Any = ()) -> None:
+        self.slots: list[Slot] = []
         self.generators: list[torch.Generator] = []
         # The objects themselves: the id of one that died could be another one's.
         self._seen: dict[int, Any] = {}
-
-    def visit_call(self, fn: Any, args: Any, kwargs: Any) -> None:
-        """What a call can reach: its arguments, and then what the function itself refers to."""
         for i, value in enumerate(args):
-            self.visit(f"args[{i}]", value, 0)
+            self._visit(f"args[{i}]", value)
         for key, value in kwargs.items():
-            self.visit(key, value, 0)
-        self.visit(getattr(fn, "__name__", type(fn).__name__), fn, 0)
+            self._visit(key, value)
+        self._visit(getattr(fn, "__name__", type(fn).__name__), fn)
+        self._visit("state", others)
 
-    def visit(self, name: str, value: Any, depth: int) -> None:
-        """Add what can be reached from a value."""
-        if id(value) in self._seen or depth > _DEPTH:
+    def _visit(self, path: str, value: Any, owner: Any = (), key: Any = None, depth: int = 0) -> None:
+        """Add what can be reached from a value, which stands at a key of its owner."""
+        if value is None or is_dense(value):
+            self.slots.append(Slot(path, owner, key, value))
+        if isinstance(value, PLAIN) or id(value) in self._seen or depth > _DEPTH:
             return
         self._seen[id(value)] = value
-        if isinstance(value, torch.Tensor):
-            if value.layout is torch.strided and type(value) in (torch.Tensor, torch.nn.Parameter):
-                self.tensors.append((name, value))
-            return
         if isinstance(value, torch.Generator):
             self.generators.append(value)
-            return
-        for suffix, child in _reachable(value):
-            self.visit(name + suffix, child, depth + 1)
+        elif not isinstance(value, torch.Tensor):
+            for parent, name, suffix, child in _reachable(value):
+                self._visit(path + suffix, child, parent, name, depth + 1)
+        elif value.requires_grad and value.is_leaf:
+            self._visit(f"{path}.grad", value.grad, value, "grad", depth)
 
 
-def _reachable(value: Any) -> Iterator[tuple[str, Any]]:
+def is_dense(value: Any) -> bool:
+    """Whether it is a tensor that is nothing but strided memory."""
+    return (
+        type(value) in (torch.Tensor, torch.nn.Parameter)
+        and value.layout is torch.strided
+        and not (value.is_nested or value.is_quantized)
+    )
+
+
+def _reachable(value: Any) -> Iterator[tuple[Any, Any, str, Any]]:
+    """Owner, key, path suffix and value of what an object refers to."""
     if type(value).__module__.partition(".")[0] == "segcapture":
         return  # a capture, say: what its segments hold is compared segment by segment
     if isinstance(value, torch.nn.Module):
-        yield from ((f".{name}", t) for name, t in value.named_parameters())
-        yield from ((f".{name}", t) for name, t in value.named_buffers())
         for name, module in value.named_modules():
-            attributes = {k: v for k, v in vars(module).items() if k not in _OF_MODULES}
-            prefix = f".{name}" if name else ""
-            yield from ((f"{prefix}.{k}", v) for k, v in attributes.items())
+            for owner in (module._parameters, module._buffers, vars(module)):
+                for key, item in owner.items():
+                    if key not in _OF_MODULES:
+                        yield owner, key, f".{name}.{key}" if name else f".{key}", item
     elif isinstance(value, torch.optim.Optimizer):
-        yield ".param_groups", value.param_groups
-        yield from ((f".state[{i}]", state) for i, state in enumerate(value.state.values()))
+        yield (), None, ".param_groups", value.param_groups
+        yield from (((), None, f".state[{i}]", state) for i, state in enumerate(value.state.values()))
     elif isinstance(value, functools.partial):
-        yield "", value.func
-        yield from ((f".args[{i}]", item) for i, item in enumerate(value.args))
-        yield from ((f".{key}", item) for key, item in value.keywords.items())
+        yield (), None, "", value.func
+        yield from ((value.args, i, f".args[{i}]", item) for i, item in enumerate(value.args))
+        yield from ((value.keywords, key, f".{key}", item) for key, item in value.keywords.items())
     elif inspect.ismethod(value):
-        yield "", value.__self__
-        yield "", value.__func__
+        yield (), None, "", value.__self__
+        yield (), None, "", value.__func__
     elif inspect.isfunction(value):
         yield from _named_by(value)
     else:
-        yield from ((suffix, child) for _, suffix, child in children(value) or ())
+        yield from ((value, *child) for child in children(value) or ())
 
 
 _OF_MODULES = set(vars(torch.nn.Module()))
 
 
-def _named_by(fn: Any) -> Iterator[tuple[str, Any]]:
+def _named_by(fn: Any) -> Iterator[tuple[Any, Any, str, Any]]:
     """What a function closes over, and the globals of its module that it names."""
     if "__wrapped__" in vars(fn):
-        yield "", fn.__wrapped__
+        yield (), None, "", fn.__wrapped__
         return
     for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
-        try:
-            yield f".{name}", cell.cell_contents
-        except ValueError:
-            continue  # not assigned yet
+        with contextlib.suppress(ValueError):  # not assigned yet
+            yield cell, "cell_contents", f".{name}", cell.cell_contents
     for name in fn.__code__.co_names:
-        value = fn.__globals__.get(name)
+        value = fn.__globals__.get(name, inspect)  # a module, if there is none
         foreign = getattr(value, "__globals__", fn.__globals__) is not fn.__globals__
-        if value is not None and not foreign and not inspect.ismodule(value) and not inspect.isclass(value):
-            yield f".{name}", value
+        if not foreign and not inspect.ismodule(value) and not inspect.isclass(value):
+            yield fn.__globals__, name, f".{name}", value
 
 
-class State:
+# What a run may change
+
+
+class Snapshot:
     """Everything that a run may change, as it was when this was made.
 
-    Kept are values of tensors, which tensor is a parameter's `grad`, and the random states of torch, the
-    device, Python and NumPy. What else a function changes (a Python counter, say) is not.
+    Kept are the bytes of tensors, which tensor stands where (as an item, an attribute, a gradient, in a
+    closure), and the random states of torch, the device, Python and NumPy. What else a function changes
+    (a Python counter, say) is not.
+
+    Args:
+        reach: Makes a search of what the run can reach.
+        others: Tensors that are no part of what `now` tells.
+        device: The one whose random state is kept, besides the CPU.
     """
 
-    def __init__(self, roots: Any, fn: Any, args: Any, kwargs: Any, device: torch.device) -> None:
-        search = _Search()
-        search.visit_call(fn, args, kwargs)
-        search.visit("state", roots, 0)
-        self.named = search.tensors
-        """Name and tensor, as the caller knows them."""
-        with torch.inference_mode():
-            self._values = [tensor.clone() for _, tensor in self.named]
-            self._gradients = [
-                (t, t.grad, None if t.grad is None else t.grad.clone())
-                for _, t in self.named
-                if t.requires_grad and t.is_leaf
-            ]
+    def __init__(
+        self, reach: Callable[[], Search], others: Iterable[torch.Tensor], device: torch.device
+    ) -> None:
+        self._reach = reach
+        search = reach()
+        self._slots = [(slot.path, slot.owner, slot.key, _held(slot.value)) for slot in search.slots]
+        found = [slot.value for slot in search.slots if slot.value is not None]
+        ranges: dict[int, tuple[torch.Tensor, int, int]] = {}
+        for tensor in (*found, *filter(is_dense, others)):
+            low, high = View.of(tensor).byte_range()
+            _, start, end = ranges.get(storage_id(tensor), (tensor, low, high))
+            ranges[storage_id(tensor)] = tensor, min(low, start), max(high, end)
+        self._memory = [
+            (own_alias(tensor), low, on_bytes(tensor.untyped_storage(), low, high).clone())
+            for tensor, low, high in ranges.values()
+        ]
         self._random = list(_random_states(device))
         self._random += [(g.set_state, g.get_state()) for g in search.generators]
 
-    def restore(self) -> None:
-        """Put everything back, in place."""
+    def now(self) -> dict[str, torch.Tensor | None]:
+        """What stands at each path now."""
+        return {slot.path: slot.value for slot in self._reach().slots}
+
+    def replaced(self) -> list[str]:
+        """The paths where another tensor stands now, or none, or one where was none."""
+        before, now = {path: held() for path, _, _, held in self._slots}, self.now()
+        return [path for path in {**before, **now} if before.get(path) is not now.get(path)]
+
+    def restore(self, *, places: bool = True) -> None:
+        """Put all values back, in place, and each tensor to its place."""
         with torch.inference_mode():
-            for (_, tensor), value in zip(self.named, self._values, strict=True):
-                if tensor.shape == value.shape:
-                    tensor.copy_(value)
-            for _, gradient, copied in self._gradients:
-                if gradient is not None and copied is not None:
-                    gradient.copy_(copied)
-        for tensor, gradient, _ in self._gradients:
-            tensor.grad = gradient
+            for alias, low, copied in self._memory:
+                storage, high = alias.untyped_storage(), low + copied.numel()
+                if high <= storage.nbytes():
+                    on_bytes(storage, low, high).copy_(copied)
+        for _, owner, key, held in self._slots if places else ():
+            # The place may be gone by now; items of tuples stay by themselves.
+            with contextlib.suppress(KeyError, IndexError, AttributeError, TypeError):
+                if get_item(owner, key) is not (value := held()):
+                    set_item(owner, key, value)
         for set_state, random_state in self._random:
             set_state(random_state)
+
+
+def _held(tensor: torch.Tensor | None) -> Callable[[], torch.Tensor | None]:
+    """Gives a tensor back. What write-back finds to have no owner must not have one in us."""
+    if tensor is None or not shows_memory_alone(tensor):
+        return lambda: tensor
+    alias, last = own_alias(tensor), [weakref.ref(tensor)]
+
+    def held() -> torch.Tensor:
+        living = last[0]()
+        again = alias.detach() if living is None else living
+        last[0] = weakref.ref(again)
+        return again
+
+    return held
 
 
 def _random_states(device: torch.device) -> Iterator[tuple[Callable[[Any], object], Any]]:
@@ -165,12 +216,36 @@ def _random_states(device: torch.device) -> Iterator[tuple[Callable[[Any], objec
         yield numpy.set_state, numpy.get_state()
 
 
-def keep(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of a tensor's values; of a very large one an even sample."""
-    return sample(tensor).clone()
+# Comparison
 
 
-def sample(tensor: torch.Tensor) -> torch.Tensor:
+@attrs.frozen(eq=False)
+class Kept:
+    """A value as it was: of a tensor a copy, of a very large one an even sample."""
+
+    value: Any
+    address: int = 0
+    storage: int = 0
+    """Address of its storage."""
+
+
+def keep(values: Iterable[tuple[str, Any]]) -> dict[str, Kept]:
+    """Copies of values by their paths. Left out are tensors that are more than strided memory."""
+    copies: dict[int, Kept] = {}
+    kept = {}
+    with torch.inference_mode():
+        for path, value in values:
+            if not isinstance(value, torch.Tensor):
+                kept[path] = Kept(value)
+            elif is_dense(value):
+                if id(value) not in copies:
+                    storage = value.untyped_storage().data_ptr()
+                    copies[id(value)] = Kept(_sample(value).clone(), value.data_ptr(), storage)
+                kept[path] = copies[id(value)]
+    return kept
+
+
+def _sample(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor, or of a very large one each n-th slice of its longest dimension."""
     nbytes = tensor.numel() * tensor.element_size()
     tensor = tensor.detach()
@@ -190,12 +265,20 @@ class Mismatch:
     """Largest difference of elements; None where they cannot be subtracted."""
 
 
-def compare(
+def compare(expected: Any, found: Any, rtol: float | None, atol: float | None) -> Mismatch | None:
+    """How two values differ, tensors by more than the tolerances of their dtype; None if they do not."""
+    if isinstance(expected, torch.Tensor) and isinstance(found, torch.Tensor):
+        return _compare_tensors(expected, found, rtol, atol)
+    if type(expected) is type(found) and (expected == found or expected != expected):
+        return None
+    return Mismatch(f"expected {brief(expected)}, found {brief(found)}")
+
+
+def _compare_tensors(
     expected: torch.Tensor, found: torch.Tensor, rtol: float | None, atol: float | None
 ) -> Mismatch | None:
-    """How two tensors differ by more than the tolerances of their dtype, or None if they do not."""
     if (expected.shape, expected.dtype, expected.device) != (found.shape, found.dtype, found.device):
-        return Mismatch(f"expected {_layout(expected)}, found {_layout(found)}")
+        return Mismatch(f"expected {View.of(expected)}, found {View.of(found)}")
     if expected.numel() == 0:
         return None
     usual = _TOLERANCES.get(expected.dtype, (0.0, 0.0))
@@ -210,19 +293,15 @@ def compare(
     index = [int(i) for i in torch.unravel_index(ranked.argmax(), ranked.shape)]
     at = tuple(index)
     largest = float(difference[at])
-    count = int((~close).sum())
     place = f" at {index}" if index else ""
     return Mismatch(
-        f"largest difference {largest:.4g}{place}: expected {_number(a[at])}, found {_number(b[at])}; "
-        f"{count} of {close.numel()} elements differ by more than rtol={tolerance[0]:g}, "
+        f"largest difference {largest:.4g}{place}: expected {a[at].item():.4g}, found {b[at].item():.4g}; "
+        f"{int((~close).sum())} of {close.numel()} elements differ by more than rtol={tolerance[0]:g}, "
         f"atol={tolerance[1]:g}",
         largest,
     )
 
 
-def _number(value: torch.Tensor) -> str:
-    return f"{value.item():.4g}"
-
-
-def _layout(tensor: torch.Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} on {tensor.device}"
+def brief(value: Any) -> str:
+    """A value for messages."""
+    return f"a tensor {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)

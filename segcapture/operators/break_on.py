@@ -5,7 +5,7 @@ import fnmatch
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
@@ -14,11 +14,20 @@ from segcapture.errors import CaptureFailedError
 from segcapture.operators.collectives import is_collective, is_mark, record_collective
 from segcapture.operators.compiled import inside_compiled_region
 from segcapture.operators.composites import as_called, is_composite, names_of, tensor_leaves
-from segcapture.operators.intercept import Call, watching
+from segcapture.operators.intercept import Invoke, watching
 from segcapture.thread import location, warn
 
-if TYPE_CHECKING:
-    from segcapture.recorder import Recording
+
+class Breaking(Protocol):
+    """A run of the user's code in which a call can become an eager segment."""
+
+    inside_eager: bool
+    """Whether an eager function is running right now, so that nothing breaks."""
+
+    def record_break(
+        self, fn: Any, args: Any, kwargs: Any, name: str, /, *, below_autograd: bool = False
+    ) -> Any:
+        """Make a call an eager segment; `below_autograd` if autograd and autocast have done their part."""
 
 
 class OperatorBreaks:
@@ -33,12 +42,12 @@ class OperatorBreaks:
         self._seen: set[str] = set()
         self._warned = False
 
-    def active(self, recording: "Recording") -> AbstractContextManager[None]:
+    def active(self, run: Breaking) -> AbstractContextManager[None]:
         """Watch the calls of this thread for the block."""
         self._unmatched, self._seen, self._warned = set(self._patterns), set(), False
         if not self._patterns:
             return nullcontext()
-        return watching(partial(self._operator, recording), partial(self._function, recording))
+        return watching(partial(self._operator, run), partial(self._function, run))
 
     def check_all_matched(self) -> None:
         """Raise CaptureFailedError if an entry matched no call, with the near names that were seen."""
@@ -51,37 +60,36 @@ class OperatorBreaks:
             parts.append(f"{pattern!r} (near names: {', '.join(near) or 'none'})")
         if parts:
             raise CaptureFailedError(
-                f"break_on matched no call for {'; '.join(parts)}. The operator was captured under another "
-                f"name, called in an eager break alone, or not called at all: correct the entry, or take it "
-                f"out."
+                f"break_on matched no call for {'; '.join(parts)}. It was captured under another name, "
+                f"called in an eager break alone, or not called: correct the entry, or take it out."
             )
 
     def _match(self, func: OpOverload) -> str | None:
         """The name to break under, or None."""
         packet, overload = names_of(func)
         self._seen.add(packet)
-        names = (packet, f"{packet}.{overload}")
-        matched = {p for p in self._patterns if any(fnmatch.fnmatchcase(name, p) for name in names)}
+        names = [packet, f"{packet}.{overload}"]
+        matched = {pattern for pattern in self._patterns if fnmatch.filter(names, pattern)}
         self._unmatched -= matched
         return packet if matched else None
 
-    def _operator(self, recording: "Recording", func: Any, args: Any, kwargs: Any, call: Call) -> Any:
+    def _operator(self, run: Breaking, func: Any, args: Any, kwargs: Any, call: Invoke) -> Any:
         name = None
-        if not recording.inside_eager:
+        if not run.inside_eager:
             self._warn_if_compiled()
             name = self._match(func)
         if name is None or is_mark(func):
             return call()
         if is_composite(func):
             with as_called(func):  # not below autocast: that sees the parts
-                return recording.record_break(func, args, kwargs, name)
+                return run.record_break(func, args, kwargs, name)
         if is_collective(func):
-            return record_collective(recording, func, args, kwargs, name)
-        return recording.record_break(func, args, kwargs, name, below_autograd=True)
+            return record_collective(run.record_break, func, args, kwargs, name)
+        return run.record_break(func, args, kwargs, name, below_autograd=True)
 
-    def _function(self, recording: "Recording", func: Any, args: Any, kwargs: Any, call: Call) -> Any:
+    def _function(self, run: Breaking, func: Any, args: Any, kwargs: Any, call: Invoke) -> Any:
         """Keep autograd from opening composite operators before `_operator` has seen them."""
-        if recording.inside_eager or func is torch.Tensor.backward:
+        if run.inside_eager or func is torch.Tensor.backward:
             return call()
         if torch.is_grad_enabled() and any(t.requires_grad for t in tensor_leaves(args, kwargs)):
             self._refuse_composite(func)
@@ -96,10 +104,10 @@ class OperatorBreaks:
         if name is not None:
             raise CaptureFailedError(
                 f"`{name}`, called at {location()}, is named in break_on and has an argument that requires "
-                f"grad. An eager break is opaque to autograd. Capture under `torch.no_grad()` or "
-                f"`torch.inference_mode()`; or name the operators that `{name}` consists of, which lie "
-                f"below autograd; or call it in the `forward` and `backward` of a "
-                f"`torch.autograd.Function`."
+                f"grad, and an eager break is opaque to autograd. Capture under `torch.no_grad()` or "
+                f"`torch.inference_mode()`; or name the operators that it consists of, which lie below "
+                f"autograd; or call it in the `forward` and `backward` of a `torch.autograd.Function`.",
+                operator=name,
             )
 
     def _warn_if_compiled(self) -> None:
@@ -107,10 +115,9 @@ class OperatorBreaks:
         if not self._warned and inside_compiled_region():
             self._warned = True
             warn(
-                f"break_on watches each operator, and torch.compile does not compile while something does: "
-                f"the compiled region that was called at {location()} runs operator by operator in this "
-                f"capture. Mark a function with @eager_break_during_capture instead of break_on to keep it "
-                f"compiled."
+                f"break_on watches each operator, and torch.compile does not compile meanwhile: the region "
+                f"that was called at {location()} runs operator by operator in this capture. Mark a function "
+                f"with @eager_break_during_capture instead, to keep it compiled."
             )
 
 

@@ -4,29 +4,26 @@ A collective returns before it is done. Each has its own way to wait: the `Work`
 returns, and `wait_tensor` for the results of a functional collective.
 """
 
+import sys
+import time
+import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from segcapture.operators.composites import names_of, tensor_leaves
 
-if TYPE_CHECKING:
-    from segcapture.recorder import Recording
-
 # They move no data. The first makes a tensor that waits when it is first used, the second waits.
 _MARKS = {"_c10d_functional::_wrap_tensor_autograd", "_c10d_functional::wait_tensor"}
+LOOK_EVERY, _LONGEST = 0.0005, 0.05
+"""Seconds for a thread to drop what it is done with."""
 
 
 def is_collective(func: Any) -> bool:
     """Whether an operator talks to other ranks. The schemas of these do not say what they write."""
     return func.namespace in ("c10d", "_c10d_functional") and not is_mark(func)
-
-
-def has_work(func: Any) -> bool:
-    """Whether a collective returns a Work, which the caller waits for, and writes to the caller's tensors."""
-    return bool(func.namespace == "c10d")
 
 
 def is_mark(func: Any) -> bool:
@@ -40,18 +37,37 @@ def works_of(out: Any) -> list[Any]:
     return [work for work in works if work is not None]
 
 
-def run_to_end(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call a collective, and let the current stream, or the host where there is none, wait for it."""
-    out = func(*args, **kwargs)
-    for work in works_of(out):
-        work.wait()
-    if not has_work(func):
-        for tensor in tensor_leaves(out):
-            torch.ops._c10d_functional.wait_tensor(tensor)
-    return out
+class Collective:
+    """A collective that is called, and waited for; then it can be called again."""
+
+    def __init__(self, func: Any) -> None:
+        self.func = func
+        self.has_work = func.namespace == "c10d"
+        """Whether it returns a Work, for which the caller waits, and writes to the caller's tensors."""
+        self._works: list[Any] = []
+        """What nobody has waited for yet."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call it, and wait for it if nobody else can; returns what the operator returns."""
+        out = self.func(*args, **kwargs)
+        self._works = works_of(out)
+        if not self.has_work:
+            for tensor in tensor_leaves(out):
+                torch.ops._c10d_functional.wait_tensor(tensor)
+        return out
+
+    def wait(self) -> bool:
+        """Let the current stream, or the host where there is none, wait for it; whether anybody had to.
+
+        Once: gloo would take a second time for another transfer.
+        """
+        works, self._works = self._works, []
+        for work in works:
+            work.wait()
+        return bool(works)
 
 
-def handle(out: Any, wait: Callable[[], None]) -> Any:
+def handle(out: Any, wait: Callable[[], object]) -> Any:
     """What a collective returned, with a Work for its caller that calls `wait` instead of waiting.
 
     The original is waited for by others. Waiting for it a second time is no repetition: gloo's `send` then
@@ -69,7 +85,7 @@ def handle(out: Any, wait: Callable[[], None]) -> Any:
     return tree_map_only(torch.ScriptObject, replaced, out)
 
 
-def record_collective(recording: "Recording", func: Any, args: Any, kwargs: Any, name: str) -> Any:
+def record_collective(record: Callable[..., Any], func: Any, args: Any, kwargs: Any, name: str) -> Any:
     """Make a collective an eager segment, which ends when the collective does.
 
     Returns:
@@ -79,8 +95,10 @@ def record_collective(recording: "Recording", func: Any, args: Any, kwargs: Any,
     outputs: list[Any] | None = []
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        out = run_to_end(func, *args, **kwargs)
-        if not has_work(func):
+        collective = Collective(func)
+        out = collective(*args, **kwargs)
+        collective.wait()
+        if not collective.has_work:
             return out
         if outputs is not None:
             outputs.append(handle(out, lambda: None))
@@ -88,9 +106,28 @@ def record_collective(recording: "Recording", func: Any, args: Any, kwargs: Any,
                 work.wait()  # so that is_completed() says so: the segment has waited
         return None
 
-    result = recording.record_break(call, args, kwargs, name, below_autograd=True)
+    result = record(call, args, kwargs, name, below_autograd=True)
     done, outputs = outputs, None
     return done[0] if done else result
+
+
+def wait_until_returned(borrowed: "list[weakref.ref[torch.Tensor]]") -> None:
+    """Wait until threads have let go of what an eager function gave to collectives.
+
+    A thread of gloo still holds the tensors for a moment after the wait has ended, and would count as an
+    owner of an output that nobody else has. Not for long, since somebody else may hold one for good.
+    """
+    deadline = time.monotonic() + _LONGEST
+    before: list[tuple[int, int]] = []
+    while time.monotonic() < deadline:
+        tensors = [tensor for reference in borrowed if (tensor := reference()) is not None]
+        # Owners in C++, and of the Python object, for which such a thread may still wait for the GIL.
+        now = [(int(getattr(t, "_use_count")()), sys.getrefcount(t)) for t in tensors]  # noqa: B009
+        if now == before and all(owners == 1 for owners, _ in now):
+            return
+        del tensors
+        time.sleep(LOOK_EVERY)
+        before = now
 
 
 def _unboxed(leaf: torch.ScriptObject) -> Any:

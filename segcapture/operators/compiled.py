@@ -1,92 +1,51 @@
-"""torch.compile while something watches operators: Dynamo does not compile then, and says so in errors.
-
-Told before that nothing is to be compiled, it runs the code as it is written, `fullgraph=True` too.
-"""
+"""What compiled code does past the dispatcher: kernels that no mode sees, refused where they can be seen."""
 
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import torch
-
 from segcapture.errors import CaptureFailedError
+from segcapture.operators.intercept import replaced
 from segcapture.thread import location
 
 
-class _Shared:
-    """A change to the whole process: the first one in makes it, and the last one out takes it back."""
-
-    def __init__(self, change: Callable[[], AbstractContextManager[Any]]) -> None:
-        self._change, self._users, self._lock = change, 0, threading.Lock()
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if self._users == 0:
-                self._changed = self._change()
-                self._changed.__enter__()
-            self._users += 1
-
-    def __exit__(self, *failure: object) -> None:
-        with self._lock:
-            self._users -= 1
-            if self._users == 0:
-                self._changed.__exit__(None, None, None)
-
-
-_no_compiling = _Shared(lambda: torch.compiler.set_stance("force_eager"))
-
-
-def uncompiled() -> AbstractContextManager[None]:
-    """Run compiled regions as plain Python for the block. The user's stance comes back after it."""
-    # Not imported: nothing is compiled, and the import takes seconds.
-    return _no_compiling if "torch._dynamo" in sys.modules else nullcontext()
-
-
-_refusing: dict[int, Callable[[], bool]] = {}
-
-
 @contextmanager
-def kernels_refused(unseen: Callable[[], bool]) -> Iterator[None]:
-    """For the block, code that Inductor compiled is an error in this thread if `unseen()`.
+def kernels_refused(unseen: Callable[[], bool], *, triton: bool) -> Iterator[None]:
+    """For the block, a launch of compiled kernels in this thread is an error if `unseen()`.
 
-    `uncompiled` keeps it from running, but for the backward of a forward that ran compiled before: its
-    kernels are no operators. Inductor has no hook, so the call of its graphs is replaced meanwhile.
+    A launch inside of an operator is seen: the tape runs the operator again. Compiled regions run as plain
+    code under a mode, but for the backward of a forward that ran compiled before, so what calls Inductor's
+    graphs is replaced. `triton` kernels are seen by Triton's hook before each launch
+    (`triton.knobs.runtime.launch_enter_hook`, a chain from Triton 3.5 on).
     """
     thread = threading.get_ident()
-    with _asked_before if "torch._inductor.output_code" in sys.modules else nullcontext():
-        _refusing[thread] = unseen
-        try:
-            yield
-        finally:
-            del _refusing[thread]
 
-
-@contextmanager
-def _calls_replaced() -> Iterator[None]:
-    code: Any = sys.modules["torch._inductor.output_code"].CompiledFxGraph
-    original = code.__call__
-
-    def call(graph: Any, inputs: Any) -> Any:
-        unseen = _refusing.get(threading.get_ident())
-        if unseen is not None and unseen():
+    def check(kernel: str, way: str) -> None:
+        if threading.get_ident() == thread and unseen():
             raise CaptureFailedError(
-                f"Kernels that torch.compile made ran at {location()}: the backward of a forward that ran "
-                f"before the capture, most likely. They are no operators, and the tape would miss them at "
-                f"replay. Capture the forward too, or call it in a function marked "
-                f"`@eager_break_during_capture`."
+                f"{kernel} was launched at {location()} past the dispatcher, and the tape records what the "
+                f"dispatcher sees: it would be missing at replay. {way}, or put the call into a function "
+                f"marked `@eager_break_during_capture`."
             )
-        return original(graph, inputs)
 
-    code.__call__ = call
-    try:
+    def run_graph(original: Any, *args: Any) -> Any:
+        check("A kernel of torch.compile, of a backward most likely,", "Capture the forward too")
+        return original(*args)
+
+    def launch(metadata: Any) -> None:
+        check(f"The Triton kernel {_name_of(metadata)}", "Wrap it in a `torch.library.triton_op`")
+
+    inductor = sys.modules.get("torch._inductor.output_code")
+    hooks = _triton_hooks() if triton else None
+    with ExitStack() as stack:
+        if inductor is not None:
+            stack.enter_context(replaced(inductor.CompiledFxGraph, "__call__", run_graph))
+        if hooks is not None:
+            hooks.add(launch)
+            stack.callback(hooks.remove, launch)
         yield
-    finally:
-        code.__call__ = original
-
-
-_asked_before = _Shared(_calls_replaced)
 
 
 def inside_compiled_region() -> bool:
@@ -98,3 +57,20 @@ def inside_compiled_region() -> bool:
             return True
         frame = frame.f_back  # type: ignore[assignment]
     return False
+
+
+def _triton_hooks() -> Any:
+    """What Triton calls before each launch, if there is a Triton."""
+    try:
+        from triton import knobs
+    except ImportError:
+        return None
+    hooks = knobs.runtime.launch_enter_hook
+    return hooks if hasattr(hooks, "add") else None
+
+
+def _name_of(metadata: Any) -> str:
+    try:
+        return f"`{metadata.get()['name']}`"
+    except Exception:
+        return "(of unknown name)"

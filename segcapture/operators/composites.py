@@ -6,19 +6,19 @@ same program shows the same operators either way.
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch._C import DispatchKey
 from torch._ops import HigherOrderOperator
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+_SEQUENCES = (tuple, list)
 _ABOVE_MODES = (DispatchKey.ADInplaceOrView, DispatchKey.AutocastCPU, DispatchKey.AutocastCUDA)
 
 
+@functools.lru_cache(maxsize=4096)
 def names_of(func: Any) -> tuple[str, str]:
     """`ns::op` and the overload of an operator that reached a dispatch mode."""
     if isinstance(func, HigherOrderOperator):  # takes functions, as flex_attention does; has no schema
@@ -26,9 +26,30 @@ def names_of(func: Any) -> tuple[str, str]:
     return func._schema.name, func._schema.overload_name or "default"
 
 
+# Not torch's pytree, which takes most of the time that an operator takes on a tape: arguments of operators
+# are tensors and plain containers.
 def tensor_leaves(*trees: Any) -> list[torch.Tensor]:
     """The tensors among the arguments or the results of an operator."""
-    return [leaf for leaf in tree_leaves(trees) if isinstance(leaf, torch.Tensor)]
+    found: list[torch.Tensor] = []
+    for tree in trees:
+        if isinstance(tree, torch.Tensor):
+            found.append(tree)
+        elif isinstance(tree, _SEQUENCES):
+            found += tensor_leaves(*tree)
+        elif isinstance(tree, dict):
+            found += tensor_leaves(*tree.values())
+    return found
+
+
+def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
+    """The arguments of an operator with `fn(tensor)` for each tensor."""
+    if isinstance(tree, torch.Tensor):
+        return fn(tree)
+    if isinstance(tree, _SEQUENCES):
+        return type(tree)(map_tensors(fn, item) for item in tree)
+    if isinstance(tree, dict):
+        return {key: map_tensors(fn, item) for key, item in tree.items()}
+    return tree
 
 
 @functools.lru_cache(maxsize=4096)
@@ -43,10 +64,13 @@ def is_composite(func: Any) -> bool:
     )
 
 
-def run_in_parts(mode: TorchDispatchMode, func: Any, args: Any, kwargs: Any) -> Any:
-    """Run a composite operator that reached `mode`, so that the mode sees its parts."""
-    with mode, as_called(func):
-        return func._op_dk(DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+@functools.lru_cache(maxsize=4096)
+def has_python_body(func: Any) -> bool:
+    """Whether one Python function is an operator's kernel on all devices (`torch.library.custom_op`)."""
+    name, overload = names_of(func)
+    where = name.replace("::", "/") + ("" if overload == "default" else f".{overload}")
+    everywhere = f"{where}/CompositeExplicitAutograd" in torch.library._impls
+    return everywhere and not _has(func, "CPU") and not _has(func, "CUDA")
 
 
 @contextmanager
@@ -63,12 +87,6 @@ def as_called(func: Any) -> Iterator[None]:
         for key, without in outside.items():
             stack.enter_context(torch._C._SetExcludeDispatchKeyGuard(key, without))
         yield
-
-
-def has_own_dispatch(types: Any) -> bool:
-    """Whether a tensor subclass among the arguments says itself which operators it consists of."""
-    plain = torch._C._disabled_torch_dispatch_impl  # a Parameter's, say
-    return any(kind.__torch_dispatch__ is not plain for kind in types)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -10,19 +10,18 @@ from unittest import mock
 from timing import Call, Spread
 
 from segcapture import recorder as recording
-from segcapture.arguments import Call as RecordedCall
 from segcapture.backends.cuda.driver import CudaDriver
 from segcapture.backends.cuda.graph import CudaGraph
 from segcapture.backends.cuda.streams import Forks
 
 WHOLE = "a boundary, with its function"
 PARTS: list[tuple[str, Any, str]] = [
-    (WHOLE, recording.Recording, "record_break"),
-    ("of it: torch begins, ends, instantiates and first launches the graph", CudaGraph, "call"),
-    ("of it: which of torch's 128 streams are forked", Forks, "_find"),
+    (WHOLE, recording.Recorder, "record_break"),
+    ("of it: torch begins, ends, instantiates and first launches the graph", CudaGraph, "_call"),
+    ("of it: which of torch's 128 streams are forked", Forks, "find"),
     ("of it: joining by the nodes of the graph", CudaDriver, "join"),
-    ("of it: keeping the arguments", RecordedCall, "record"),
-    ("of it: analysing the output", recording, "plan"),
+    ("of it: keeping the arguments", recording, "Arguments"),
+    ("of it: analysing the output", recording, "bridge"),
 ]
 
 

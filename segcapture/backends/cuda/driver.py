@@ -8,40 +8,47 @@ cuda-python, and `Driver` does what torch's own API can.
 import ctypes
 import functools
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
 
+# What the version of torch decides, here and by `hasattr(torch.Stream, "is_capturing")` (2.13).
+_TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
+ONE_CAPTURE_A_DEVICE = _TORCH < (2, 12)
+"""Whether a generator knows only one capture at a time, whatever thread it is in."""
+REGISTERS_GENERATORS = _TORCH >= (2, 14)
+"""Whether a capture takes up by itself each generator that is drawn from, and does not say which."""
+
 Launch = Callable[[Any], tuple[int]]
+Question = Callable[[], list[torch.cuda.Stream]]
+"""Which of some streams are capturing now."""
 
 RELAXED = 2
 """CU_STREAM_CAPTURE_MODE_RELAXED."""
+_ACTIVE = 1
+"""CU_STREAM_CAPTURE_STATUS_ACTIVE."""
 
 # Names up to version 12 of cuda-python, where the plain functions fail for edges of programmatic launches.
 _WITH_EDGE_DATA = {
     "cuStreamGetCaptureInfo": "cuStreamGetCaptureInfo_v3",
     "cuStreamUpdateCaptureDependencies": "cuStreamUpdateCaptureDependencies_v2",
-    "cuGraphGetEdges": "cuGraphGetEdges_v2",
 }
+
+
+@functools.cache
+def _function(cuda: Any, name: str) -> Callable[..., tuple[Any, ...]]:
+    with_edge_data = _WITH_EDGE_DATA.get(name, name)
+    found: Any = getattr(cuda, with_edge_data if hasattr(cuda, with_edge_data) else name)
+    return found  # type: ignore[no-any-return]
 
 
 def call(cuda: Any, name: str, *args: Any) -> tuple[Any, ...]:
     """Call a function of `cuda.bindings.driver`; a status other than success is a RuntimeError."""
-    function = getattr(cuda, _WITH_EDGE_DATA.get(name, name), None) or getattr(cuda, name)
-    status, *values = function(*args)
+    status, *values = _function(cuda, name)(*args)
     if status:
         raise RuntimeError(f"{name} failed with CUDA error {int(status)} ({status.name})")
     return tuple(values)
-
-
-class _InThread(threading.local):
-    bound = False
-    """Whether this thread has a current CUDA context: torch's calls make one, the driver's need one."""
-
-
-in_thread = _InThread()
 
 
 _has_cuda = functools.cache(torch.cuda.is_available)
@@ -49,15 +56,15 @@ _has_cuda = functools.cache(torch.cuda.is_available)
 
 def is_captured() -> bool:
     """Whether the current stream is being captured. False where there is no GPU."""
-    if not _has_cuda():
-        return False
-    captured = bool(torch._C._cuda_isCurrentStreamCapturing())
-    in_thread.bound = True
-    return captured
+    return _has_cuda() and bool(torch._C._cuda_isCurrentStreamCapturing())
 
 
-bind_context = is_captured
-"""Gives this thread a current CUDA context, as any call of the runtime does."""
+def bind_context() -> None:
+    """Give this thread a current CUDA context: torch's calls make one, the driver's need one."""
+    has_context: Any = getattr(torch._C, "_cuda_hasPrimaryContext")  # noqa: B009  (unknown to the stubs)
+    if not has_context(torch.cuda.current_device()):
+        torch.cuda.mem_get_info()  # the first call of the process; the next one would make none
+    torch._C._cuda_isCurrentStreamCapturing()
 
 
 class Driver:
@@ -72,8 +79,8 @@ class Driver:
     """Of each device one, that an empty node may write to."""
 
     def create_stream(self) -> torch.cuda.Stream:
-        """A non-blocking stream that nobody else can get: here as long as less than 32 are used."""
-        stream = torch.cuda.Stream()
+        """A non-blocking stream that nobody else can get: here one that hardly anybody asks for."""
+        stream = torch.cuda.Stream(priority=-3)
         with torch.inference_mode(False):
             byte = torch.zeros(1, dtype=torch.uint8, device=stream.device)
         self._bytes.setdefault(stream.device_index, byte)
@@ -84,19 +91,22 @@ class Driver:
         with torch.cuda.stream(self._stream(raw)):
             return torch.cuda.is_current_stream_capturing()
 
-    def question(self, handles: Sequence[int]) -> Callable[[], list[int]]:
+    def question(self, streams: Sequence[torch.cuda.Stream]) -> Question:
         """Tells which of these streams are capturing when it is called."""
-        return lambda: [raw for raw in handles if self.is_valid(raw)]
+        ask = getattr(torch.Stream, "is_capturing", lambda stream: self.is_valid(stream.cuda_stream))
+        return lambda: list(filter(ask, streams))
 
     def capture_id(self, raw: int) -> int:
         """Which capture a capturing stream belongs to. 0: not known, so too many streams count as forked."""
         return 0
 
-    def join(self, raw: int, forks: Sequence[torch.cuda.Stream]) -> int:
-        """Make a capturing stream wait for everything in its capture: joins all forks.
+    def join(self, raw: int, forks: Sequence[torch.cuda.Stream]) -> int | None:
+        """Make a capturing stream wait for everything in its capture, before that ends: joins all forks.
 
-        Returns the number of nodes recorded so far; -1 where it cannot be known.
+        Returns the number of nodes recorded so far; -1 where it cannot be known; None: it is invalid.
         """
+        if not self.is_valid(raw):
+            return None
         for stream in forks:
             self._stream(raw).wait_stream(stream)
         return -1
@@ -106,8 +116,10 @@ class Driver:
         with torch._C._DisableTorchDispatch():  # it is no operator of the user's
             self._bytes[torch.cuda.current_device()].zero_()
 
-    def restart(self, raw: int) -> None:
-        """End an invalid capture and begin a valid one, so that torch can end it in the usual way."""
+    def discard(self, raw: int, forks: Sequence[torch.cuda.Stream]) -> None:
+        """Make of a capture, however broken, one that torch can end in the usual way: here of a valid one."""
+        self.join(raw, forks)
+        self.add_empty_node(raw)
 
     def error_mode(self, wanted: str) -> str:
         """The mode to capture in: here the one in which graphs may die, as `exchange_mode` does nothing."""
@@ -129,17 +141,6 @@ class Driver:
         return torch.cuda.ExternalStream(raw) if raw else torch.cuda.default_stream()
 
 
-class _MadeOnce(dict[Any, Any]):
-    """What `make` makes of each key, when it is first asked for."""
-
-    def __init__(self, make: Callable[[Any], Any]) -> None:
-        super().__init__()
-        self._make = make
-
-    def __missing__(self, key: Any) -> Any:
-        return self.setdefault(key, self._make(key))
-
-
 class CudaDriver(Driver):
     """Through cuda-python."""
 
@@ -147,12 +148,15 @@ class CudaDriver(Driver):
         from cuda.bindings import driver
 
         self._cuda: Any = driver
-        self.handle = _MadeOnce(driver.CUstream).__getitem__
+        self.handle = functools.cache(driver.CUstream)
+        self._info_of, self._nodes_of, self._add_dependencies = (
+            functools.partial(call, driver, name)
+            for name in ("cuStreamGetCaptureInfo", "cuGraphGetNodes", "cuStreamUpdateCaptureDependencies")
+        )
+        flags = driver.CUstreamUpdateCaptureDependencies_flags
+        self._add = int(flags.CU_STREAM_ADD_CAPTURE_DEPENDENCIES)
         no_timing = driver.CUevent_flags.CU_EVENT_DISABLE_TIMING
-        self._events = _MadeOnce(lambda key: self._call("cuEventCreate", no_timing)[0])
-        # Asked of 128 streams at each boundary: cuda-python takes twice as long, to make an enum each time.
-        library = ctypes.PyDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
-        self._is_capturing = library.cuStreamIsCapturing
+        self._event = functools.cache(lambda device, raw: self._call("cuEventCreate", no_timing)[0])
 
     def _call(self, name: str, *args: Any) -> tuple[Any, ...]:
         return call(self._cuda, name, *args)
@@ -163,28 +167,29 @@ class CudaDriver(Driver):
         (stream,) = self._call("cuStreamCreate", self._cuda.CUstream_flags.CU_STREAM_NON_BLOCKING)
         return torch.cuda.ExternalStream(int(stream))
 
-    def _status(self, raw: int) -> int:
-        return int(self._call("cuStreamIsCapturing", self.handle(raw))[0])
-
     def is_valid(self, raw: int) -> bool:
-        """By CU_STREAM_CAPTURE_STATUS_ACTIVE."""
-        return self._status(raw) == 1
+        """By its status."""
+        return int(self._info(raw)[0]) == _ACTIVE
 
     def _info(self, raw: int) -> tuple[Any, ...]:
         """Status, id, graph, dependencies, ..."""
-        return self._call("cuStreamGetCaptureInfo", self.handle(raw))
+        return self._info_of(self.handle(raw))
 
-    def question(self, handles: Sequence[int]) -> Callable[[], list[int]]:
+    def question(self, streams: Sequence[torch.cuda.Stream]) -> Question:
         """One that answers with an error counts as capturing, and raises when it is asked for more."""
-        answers = (ctypes.c_int * len(handles))()
-        pointers = [ctypes.c_void_p(raw) for raw in handles]
-        into = [ctypes.byref(answers, i * ctypes.sizeof(ctypes.c_int)) for i in range(len(handles))]
+        if hasattr(torch.Stream, "is_capturing"):
+            return super().question(streams)
+        # cuda-python takes twice as long as this, to make an enum each time.
+        library = ctypes.PyDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+        answers = (ctypes.c_int * len(streams))()
+        handles = [ctypes.c_void_p(stream.cuda_stream) for stream in streams]
+        into = [ctypes.byref(answers, i * ctypes.sizeof(ctypes.c_int)) for i in range(len(streams))]
 
-        def ask() -> list[int]:
-            errors = list(map(self._is_capturing, pointers, into))
+        def ask() -> list[torch.cuda.Stream]:
+            errors = list(map(library.cuStreamIsCapturing, handles, into))
             if not any(errors) and not bytes(answers).strip(b"\0"):
                 return []
-            return [raw for raw, *found in zip(handles, errors, answers, strict=True) if any(found)]
+            return [stream for stream, *found in zip(streams, errors, answers, strict=True) if any(found)]
 
         return ask
 
@@ -192,36 +197,33 @@ class CudaDriver(Driver):
         """By `cuStreamGetCaptureInfo`, which costs more than the question whether it is capturing."""
         return int(self._info(raw)[1])
 
-    def join(self, raw: int, forks: Sequence[torch.cuda.Stream]) -> int:
-        """By the nodes that nothing depends on, so that streams which nobody knows are joined too."""
-        _, _, graph, dependencies, *_ = self._info(raw)
-        count = int(self._call("cuGraphGetNodes", graph, 0)[-1])
-        joined = {int(node) for node in dependencies}
-        if count == 0 or (count == 1 and joined):
-            return count
-        nodes = self._call("cuGraphGetNodes", graph, count)[0]
-        edges = int(self._call("cuGraphGetEdges", graph, 0)[-1])
-        sources = self._call("cuGraphGetEdges", graph, edges)[0] if edges else ()
-        inner = {int(node) for node in sources}
-        leaves = [n for n in nodes if int(n) not in inner and int(n) not in joined]
-        if leaves:
-            flag = self._cuda.CUstreamUpdateCaptureDependencies_flags.CU_STREAM_ADD_CAPTURE_DEPENDENCIES
-            self._call(
-                "cuStreamUpdateCaptureDependencies", self.handle(raw), leaves, None, len(leaves), int(flag)
-            )
+    def join(self, raw: int, forks: Sequence[torch.cuda.Stream]) -> int | None:
+        """By the nodes of the graph, so that streams which nobody knows are joined too.
+
+        Nothing is recorded after it, so that it does no harm to wait for inner nodes as well, and only the
+        leaves would have to be looked for among all edges.
+        """
+        status, _, graph, dependencies, *_ = self._info(raw)
+        if int(status) != _ACTIVE:
+            return None
+        count = int(self._nodes_of(graph, 0)[-1])
+        if count > len(dependencies):
+            joined = {int(node) for node in dependencies}
+            others = [node for node in self._nodes_of(graph, count)[0] if int(node) not in joined]
+            self._add_dependencies(self.handle(raw), others, None, len(others), self._add)
         return count
 
     def add_empty_node(self, raw: int) -> None:
         """Keeps torch from warning about an empty graph."""
         self._call("cuGraphAddEmptyNode", self._info(raw)[2], None, 0)
 
-    def restart(self, raw: int) -> None:
-        """torch can then end a valid, empty capture, and all of its own state is as after any other."""
+    def discard(self, raw: int, forks: Sequence[torch.cuda.Stream]) -> None:
+        """By a new and empty one, after which all of torch's own state is as after any other."""
         handle = self.handle(raw)
-        if self._status(raw) != 0:
-            self._cuda.cuStreamEndCapture(handle)  # its status is the error that brought us here
+        self._cuda.cuStreamEndCapture(handle)  # its status is the error that brought us here
         mode = self._cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
         self._call("cuStreamBeginCapture", handle, mode)
+        self.add_empty_node(raw)
 
     def error_mode(self, wanted: str) -> str:
         """As it is wanted."""
@@ -235,7 +237,7 @@ class CudaDriver(Driver):
     def order(self, after: int, before: int) -> None:
         """With one event for each stream that is waited for, made once."""
         bind_context()
-        event = self._events[torch.cuda.current_device(), before]  # the default stream of each device is 0
+        event = self._event(torch.cuda.current_device(), before)  # the default stream of each device is 0
         self._call("cuEventRecord", event, self.handle(before))
         self._call("cuStreamWaitEvent", self.handle(after), event, 0)
 

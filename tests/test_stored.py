@@ -1,16 +1,14 @@
-"""New outputs are read without a walk, and all that they hold is stored, or an error says why not."""
+"""All that a new output holds is stored, or an error says why not."""
 
 import warnings
 from typing import NamedTuple
 
-import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from segcapture import BreakableCUDAGraphCapture, OutputMismatchError
-from segcapture.writeback.reading import Reader
-from segcapture.writeback.structure import walk
+from segcapture.trees import flatten
 
 
 class Pair(NamedTuple):
@@ -63,34 +61,6 @@ OUTPUTS = st.recursive(
 )
 
 
-def fits(before, after):
-    """Whether an output has the containers of another: classes, keys and lengths, whatever the leaves."""
-    if isinstance(before, dict) and type(after) is dict:
-        before, after = ({(type(key), key): item for key, item in d.items()} for d in (before, after))
-        return before.keys() == after.keys() and all(fits(before[key], after[key]) for key in before)
-    if isinstance(before, tuple | list | dict):
-        alike = type(before) is type(after) and len(before) == len(after)
-        return alike and all(map(fits, before, after))
-    return True
-
-
-@settings(max_examples=400, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(OUTPUTS, OUTPUTS)
-def test_a_reader_takes_what_is_built_alike_and_nothing_else(before, after):
-    """Its values come in the order of the walk."""
-    maker = Maker()
-    first = maker.make(before, 1.0)
-    reader, paths = Reader(walk(first), "It"), [node.path for node in walk(first)]
-    for what in (before, after):
-        out = maker.make(what, 2.0)
-        if not fits(first, out):
-            with pytest.raises(OutputMismatchError):
-                reader(out)
-            continue
-        found = {node.path: node.value for node in walk(out)}
-        assert [id(value) for value in reader(out)] == [id(found[path]) for path in paths]
-
-
 @settings(max_examples=400, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(OUTPUTS, OUTPUTS, st.booleans())
 def test_what_was_returned_is_stored_or_an_error(before, after, changed):
@@ -108,7 +78,7 @@ def test_what_was_returned_is_stored_or_an_error(before, after, changed):
             except OutputMismatchError:
                 assert changed
                 continue
-        stored = {path: t.tolist() for path, t in writeback.leaves()}
-        nodes = [node for node in walk(out) if node.same_as < 0]
+        stored = {leaf.path: leaf.target.tolist() for leaf in writeback.leaves}
+        nodes = [place for place in flatten(out) if place.same_as < 0]
         assert stored == {n.path: n.value.tolist() for n in nodes if isinstance(n.value, torch.Tensor)}
         assert changed or not warned
