@@ -55,7 +55,7 @@ class Template:
         for i, items in self._tuples:
             made = [values[k] for k in items]
             kind, attributes = type(values[i]), getattr(values[i], "__dict__", {})
-            values[i] = tuple_like(kind, attributes, made)
+            values[i] = tuple(made) if kind is tuple else tuple_like(kind, attributes, made)
         for i, pairs in self._copied:
             for key, k in pairs:
                 set_item(values[i], key, values[k])
