@@ -65,8 +65,8 @@ class GraphedCallable:
     Use it as `GraphedCallable(fn)`, or as a decorator, `@GraphedCallable` or `@GraphedCallable(warmup=1)`,
     of functions and methods (each instance then has its own captures).
 
-    Objects among the arguments are held weakly: when one dies, its captures go with the next call (but not
-    if an eager break has it as an argument, which keeps it).
+    Objects among the arguments are held weakly: when one dies, its captures go with the next call. A capture
+    with eager breaks keeps those that a break takes or that the function returns.
 
     Args:
         fn: A function, method, `nn.Module` or other callable.

@@ -148,9 +148,10 @@ class StaticInputs:
 
     def copy_back(self, request: Request) -> None:
         """Copy what the function wrote to the call's own tensors."""
-        own = request.tensors
-        away = [i for i in self.written if own[i].data_ptr() != self._pointers[i]]
-        _copy([own[i] for i in away], [self._front(i, own[i]) for i in away])
+        if self.written:
+            own = request.tensors
+            away = [i for i in self.written if own[i].data_ptr() != self._pointers[i]]
+            _copy([own[i] for i in away], [self._front(i, own[i]) for i in away])
 
 
 @attrs.frozen

@@ -13,6 +13,7 @@ from segcapture.tensors import cannot_be_copied, storage_id
 from segcapture.trees import (
     PLAIN,
     Place,
+    children,
     flatten,
     hidden_tensor,
     is_plain_object,
@@ -54,7 +55,7 @@ class Template:
         for i, items in self._tuples:
             made = [values[k] for k in items]
             kind, attributes = type(values[i]), getattr(values[i], "__dict__", {})
-            values[i] = tuple_like(kind, attributes, made)
+            values[i] = tuple(made) if kind is tuple else tuple_like(kind, attributes, made)
         for i, pairs in self._copied:
             for key, k in pairs:
                 set_item(values[i], key, values[k])
@@ -67,8 +68,7 @@ def with_tensors(request: Request, tensors: Sequence[torch.Tensor]) -> Arguments
     places = flatten(request.arguments)
     whole = _all_of(places, {i for i, place in enumerate(places) if is_plain_object(place.value)})
     values = [new.get(id(place.value), place.value) for place in places]
-    made: Arguments = Template(places, whole).make(values)
-    return made
+    return Template(places, whole).make(values)  # type: ignore[no-any-return]
 
 
 def _all_of(places: Sequence[Place], chosen: Collection[int]) -> list[bool]:
@@ -93,8 +93,11 @@ class CallOutputs:
     def __init__(self, out: Any, inputs: StaticInputs, request: Request, capture: Any, clone: bool) -> None:
         self.out, self.clone = out, clone
         places = flatten(out)
-        self._places = places if capture.num_eager_breaks else None  # else nobody changes it
         self._values = [place.value for place in places]
+        self._read: list[tuple[Any, Any, bool]] | None = None  # nobody changes the output
+        if capture.num_eager_breaks:
+            keys = [None if p.inside is None else _content(p.value, p.in_object)[0] for p in places]
+            self._read = [(p.value, keys[i], p.in_object) for i, p in enumerate(places)]
         sizes = [padding.size for padding in request.padded.values()]
         cuts = request.bucket.find_cuts(places, sizes[0]) if request.bucket else {}
         _check_no_hidden_tensor(places, inputs, capture.storages if clone else list)
@@ -120,12 +123,12 @@ class CallOutputs:
         dense = [tensor for tensor in self._tensors if not cannot_be_copied(tensor)]
         self._at_once = len(dense) == len(self._tensors) > 1
         # With clones nothing of them is in a caller's hands.
-        self._lent = frozenset() if clone else frozenset(map(storage_id, dense))
+        self._overwritten = frozenset() if clone else frozenset(map(storage_id, dense))
         self.nbytes = sum({storage_id(tensor): tensor.nbytes for tensor in dense}.values())
         """Bytes of the outputs, inputs among them left out."""
         self._template = Template(places, whole)
         self._arguments: list[tuple[int, Any]] = []
-        if self._places is None:
+        if self._read is None:
             # Objects of the call are held weakly, and containers as they are now.
             self._arguments = [(i, weak(self._values[i])) for i in arguments]
             forgotten = [i in arguments or (i > 0 and whole[p.parent]) for i, p in enumerate(places)]
@@ -137,10 +140,10 @@ class CallOutputs:
 
         `written` are the positions of its tensors that it writes to.
         """
-        if not self._lent:
+        if not self._overwritten:
             return
         returned = {own_of.position for _, own_of in self._own}
-        if any(storage_id(request.tensors[i]) in self._lent for i in {*written, *returned}):
+        if any(storage_id(request.tensors[i]) in self._overwritten for i in {*written, *returned}):
             raise CaptureFailedError(
                 "An argument that the function writes to or returns is an output of an earlier call, which "
                 "this one overwrites as clone_outputs is False. Pass a clone of it, `out.clone()`."
@@ -151,12 +154,19 @@ class CallOutputs:
 
         Reads plain values, which may be others.
         """
-        if self._places is None:
+        if self._read is None:
             return True
-        places = flatten(self.out)
-        if len(places) != len(self._places) or not all(map(_alike, places, self._places)):
-            return False
-        self._values = [place.value for place in places]
+        values = [self.out]
+        for i, (before, keys, in_object) in enumerate(self._read):
+            value = values[i]
+            if value is not before and not (type(value) in PLAIN and type(before) in PLAIN):
+                return False
+            if keys is not None:
+                found, items = _content(value, in_object)
+                if found != keys:
+                    return False
+                values += items
+        self._values = values
         return True
 
     def collect(self, request: Request) -> Any:
@@ -191,8 +201,7 @@ def _check_no_hidden_tensor(
     def is_ours(tensor: torch.Tensor) -> bool:
         if inputs.holds(tensor) or cannot_be_copied(tensor):
             return inputs.holds(tensor)
-        at = tensor.data_ptr()
-        return any(s.data_ptr() <= at < s.data_ptr() + s.nbytes() for s in storages())
+        return any(0 <= tensor.data_ptr() - memory.data_ptr() < memory.nbytes() for memory in storages())
 
     for place in places:
         if what := hidden_tensor(place, is_ours):
@@ -203,7 +212,11 @@ def _check_no_hidden_tensor(
             )
 
 
-def _alike(now: Place, before: Place) -> bool:
-    if now.value is before.value:
-        return now.key is before.key or bool(now.key == before.key)
-    return now.key == before.key and type(now.value) in PLAIN and type(before.value) in PLAIN
+def _content(container: Any, in_object: bool) -> tuple[Any, Iterable[Any]]:
+    """Keys (their number where they are positions) and items of a container."""
+    if isinstance(container, tuple | list):
+        return len(container), container
+    if isinstance(container, dict):
+        return list(container), container.values()
+    content = children(container, in_object) or ()
+    return [key for key, _, _ in content], [item for *_, item in content]

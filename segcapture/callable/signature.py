@@ -5,7 +5,7 @@ import functools
 import inspect
 import itertools
 import weakref
-from collections.abc import Callable, Container, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import attrs
@@ -16,7 +16,7 @@ from segcapture.callable.bucket import Bucket, Padding
 from segcapture.callable.state import Modules, training_flags, with_children
 from segcapture.errors import CaptureFailedError
 from segcapture.tensors import View, cannot_be_copied, storage_id
-from segcapture.trees import PLAIN, Child, Place, attributes_besides, children, flatten, is_plain_object
+from segcapture.trees import PLAIN, Place, attributes_besides, children, flatten, is_plain_object
 
 _PLAIN = frozenset(PLAIN)
 _VARIABLE = inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD)
@@ -116,7 +116,10 @@ class Request:
         # One tensor that is not padded is compared with no other.
         self.storages = list(map(storage_id, tensors)) if len(tensors) > 1 or self.padded else []
         if len(set(self.storages)) < len(self.storages):
-            self.overlaps = tuple(_overlaps(tensors, self.storages, self.padded))
+            # A view without its address is the same in other calls.
+            views = [View.of(tensor)._replace(address=0) for tensor in tensors]
+            numbers = map(self.storages.index, self.storages)
+            self.overlaps = _overlaps(tuple(zip(numbers, views, strict=True)), frozenset(self.padded))
         if self._in_place and not self._in_place.isdisjoint(map(storage_id, tensors)):
             raise CaptureFailedError(
                 "An argument shares memory with a tensor in an object among the arguments. Arguments are "
@@ -193,26 +196,21 @@ class Request:
             parts += (kind, Identity(value))
             for place in flatten(value)[1:]:
                 parts += (place.path, _in_place(place))
-                if isinstance(place.value, torch.Tensor) and place.value.layout is torch.strided:
+                if isinstance(parts[-1], View):
                     self._in_place.add(storage_id(place.value))
         else:
             parts += (kind, len(content))
             for name, _, child in content:
                 parts.append(_typed(name))
                 self._visit(child)
-            if kind is not dict:
-                self._attributes(kind, value, content)
-
-    def _attributes(self, kind: type, value: Any, content: Sequence[Child]) -> None:
-        """What a container or record has besides its items and fields."""
-        for name, item in attributes_besides(value, content):
-            for place in flatten(item, f".{name}"):
+            attributes = attributes_besides(value, content) if kind is not dict else ()
+            for place in (place for name, item in attributes for place in flatten(item, f".{name}")):
+                parts += (place.path, _in_place(place))
                 if isinstance(place.value, torch.Tensor):
                     raise CaptureFailedError(
                         f"An argument is a {kind.__qualname__} with a tensor at `{place.path}`, which is no "
                         f"item or field of it and is not copied: make it one, or pass the tensor by itself."
                     )
-                self.parts += (place.path, _in_place(place))
 
 
 def _typed(value: Any) -> tuple[type, Any]:
@@ -275,11 +273,10 @@ def _layout(shape: torch.Size, strides: tuple[int, ...], itemsize: int) -> Hasha
     return tuple(found)
 
 
-def _overlaps(
-    tensors: Sequence[torch.Tensor], storages: Sequence[int], padded: Container[int]
-) -> list[Overlap]:
-    """Which tensors share memory, and how; `storages` are the identities of theirs."""
-    ranges = sorted((storages[i], *View.of(tensor).byte_range(), i) for i, tensor in enumerate(tensors))
+@functools.lru_cache(4096)
+def _overlaps(views: Sequence[tuple[int, View]], padded: frozenset[int]) -> tuple[Overlap, ...]:
+    """Which tensors share memory, and how, from the number of the storage of each and its view of that."""
+    ranges = sorted((storage, *view.byte_range(), i) for i, (storage, view) in enumerate(views))
     groups: list[list[tuple[int, int, int]]] = []
     end = (-1, 0)
     for storage, low, high, i in ranges:
@@ -292,12 +289,12 @@ def _overlaps(
     for group in groups:
         positions, lows, highs = zip(*sorted(group), strict=True)
         base = min(lows) // _ALIGNMENT * _ALIGNMENT  # what they keep of their addresses
-        strides, offsets = (tensors[i].stride() for i in positions), (low - base for low in lows)
-        if len(group) > 1 and any(i in padded for i in positions):
+        strides, offsets = (views[i][1].stride for i in positions), (low - base for low in lows)
+        if len(group) > 1 and not padded.isdisjoint(positions):
             found.append(Overlap(positions, (), (), 0))
         elif len(group) > 1:
             found.append(Overlap(positions, tuple(strides), tuple(offsets), max(highs) - base))
-    return sorted(found)
+    return tuple(sorted(found))
 
 
 # Reading

@@ -74,36 +74,36 @@ class Weights:
     """Parameters, buffers, submodules and hooks, as they were at capture."""
 
     def __init__(self, modules: list[nn.Module]) -> None:
-        self._kept = [(vars(module)[kept], type(module).__qualname__) for module in modules for kept in _KEPT]
+        kept = [(vars(module)[name], type(module).__qualname__) for module in modules for name in _KEPT]
+        self._sizes = [(items, len(items), kind) for items, kind in kept]
+        self._items = [items.values() for items, _ in kept]  # they show what is there at any time
         # Buffers may come up while another signature runs: masks, say.
         found = [(m, name) for m in modules for name, value in m._buffers.items() if value is not None]
         self._buffers = [(module._buffers, name) for module, name in found]
-        self._names = [f"{kind}.{name}" for kept, kind in self._kept for name in kept]
+        self._names = [f"{kind}.{name}" for items, kind in kept for name in items]
         self._names += [f"{type(module).__qualname__}.{name}" for module, name in found]
-        self._sizes = [len(kept) for kept, _ in self._kept]
         self._values = self._now()
-        self._addressed = list(map(_has_address, self._values))
-        self._addresses = list(map(torch.Tensor.data_ptr, compress(self._values, self._addressed)))
+        addressed = list(map(_has_address, self._values))
+        self._tensors = list(compress(self._values, addressed))
+        self._addressed = list(compress(self._names, addressed))
+        self._addresses = list(map(torch.Tensor.data_ptr, self._tensors))
 
     def _now(self) -> list[Any]:
-        kept = chain.from_iterable([kept.values() for kept, _ in self._kept])
-        return [*kept, *[buffers.get(name) for buffers, name in self._buffers]]
+        return [*chain.from_iterable(self._items), *[buffers.get(name) for buffers, name in self._buffers]]
 
     def change(self) -> str | None:
         """What is another object or at another address than at capture, in words; or None."""
         now = self._now()
         if len(now) != len(self._values):
-            sizes = zip(self._kept, self._sizes, strict=True)
-            kind = next((kind for (kept, kind), size in sizes if len(kept) != size), "?")
+            kind = next((kind for items, size, kind in self._sizes if len(items) != size), "?")
             return f"A parameter, module or hook of a {kind} was added or taken out"
-        same = list(map(operator.is_, now, self._values))
+        same, names = list(map(operator.is_, now, self._values)), self._names
         if all(same):
-            addresses = list(map(torch.Tensor.data_ptr, compress(now, self._addressed)))
+            addresses, names = list(map(torch.Tensor.data_ptr, self._tensors)), self._addressed
             if addresses == self._addresses:
                 return None
-            moved = list(map(operator.eq, addresses, self._addresses)).index(False)
-            return f"{list(compress(self._names, self._addressed))[moved]} was replaced"
-        return f"{self._names[same.index(False)]} was replaced"
+            same = list(map(operator.eq, addresses, self._addresses))
+        return f"{names[same.index(False)]} was replaced"
 
 
 def _has_address(value: Any) -> bool:
