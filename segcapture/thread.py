@@ -18,7 +18,7 @@ import torch
 _OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _STANDARD = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
-_TRITON = os.sep + os.path.join("site-packages", "triton") + os.sep
+_TRITON = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(torch.__file__))), "triton") + os.sep
 _INSTALLED = (_STANDARD + "site-packages" + os.sep, _STANDARD + "dist-packages" + os.sep)
 
 
@@ -28,7 +28,7 @@ def _is_users(filename: str) -> bool:
         return False  # copy.deepcopy, contextlib
     if os.path.basename(filename) == "typing_extensions.py":
         return False  # torch deprecates with it
-    return not filename.startswith((_OURS, _TORCH, "<")) and _TRITON not in filename
+    return not filename.startswith((_OURS, _TORCH, _TRITON, "<"))
 
 
 def _users_frame() -> FrameType | None:

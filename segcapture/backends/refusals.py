@@ -37,13 +37,13 @@ _ALWAYS = {
     "aten::_linalg_check_errors": "reads an error code on the host",
     "aten::linalg_eig": "is computed on the host",
     **dict.fromkeys(("aten::equal", "aten::allclose"), _ON_HOST),
-    # Their standard deviations are checked on the host.
-    **dict.fromkeys(("aten::normal.float_Tensor", "aten::normal.Tensor_Tensor"), _ON_HOST),
     **dict.fromkeys(("aten::_ctc_loss", "aten::_pack_padded_sequence"), _LENGTHS),
     **dict.fromkeys(("c10d::barrier", "c10d::monitored_barrier_"), _RANKS),
     **dict.fromkeys(("higher_order::cond", "higher_order::while_loop"), "reads its condition on the host"),
     **dict.fromkeys((f"aten::{name}" for name in _DYNAMIC_SIZES.split()), _DYNAMIC),
 }
+if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 15):  # their standard deviations were checked
+    _ALWAYS |= dict.fromkeys(("aten::normal.float_Tensor", "aten::normal.Tensor_Tensor"), _ON_HOST)
 _CONVERSIONS = {
     "cpu": "copies to the host and waits",
     "__bool__": f"(`bool(t)`, `if t:`) {_ON_HOST}",

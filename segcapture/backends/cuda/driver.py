@@ -7,6 +7,7 @@ cuda-python, and `Driver` does what torch's own API can.
 
 import ctypes
 import functools
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
@@ -19,6 +20,9 @@ ONE_CAPTURE_A_DEVICE = _TORCH < (2, 12)
 """Whether a generator knows only one capture at a time, whatever thread it is in."""
 REGISTERS_GENERATORS = _TORCH >= (2, 14)
 """Whether a capture takes up by itself each generator that is drawn from, and does not say which."""
+CACHES_WORKSPACES = _TORCH < (2, 15) or os.environ.get("TORCH_CUBLAS_WORKSPACE_CACHE") == "1"
+"""Whether a stream keeps its cuBLAS workspace: from 2.15 on each call allocates one, in a capture from the
+capture's pool (https://github.com/pytorch/pytorch/pull/194311)."""
 
 Launch = Callable[[Any], tuple[int]]
 Question = Callable[[], list[torch.cuda.Stream]]

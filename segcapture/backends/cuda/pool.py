@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from segcapture.backends.cuda.driver import ONE_CAPTURE_A_DEVICE, get_driver
+from segcapture.backends.cuda.driver import CACHES_WORKSPACES, ONE_CAPTURE_A_DEVICE, get_driver
 from segcapture.backends.cuda.graph import CudaGraph, PoolId, empty_graph, undo_begin
 from segcapture.backends.cuda.streams import ordered
 from segcapture.errors import CaptureStateError
@@ -48,7 +48,7 @@ class CaptureStream:
     from the capture's pool and outlive it. And torch frees workspaces at times: all of them when
     torch.compile records CUDA graphs (`_cuda_clearCublasWorkspaces`), and from 2.12 on those of a stream when
     a graph dies that was captured on it. So they come from a pool of their own that is never released, and
-    come back to it.
+    come back to it. From 2.15 on there is none: see `driver.CACHES_WORKSPACES`.
     """
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
@@ -82,7 +82,8 @@ class CaptureStream:
 
     def prepare_handle(self) -> None:
         """The part that calls no operator."""
-        _from_pool(self.workspace_pool, self.device, torch.cuda.current_blas_handle)
+        if CACHES_WORKSPACES:
+            _from_pool(self.workspace_pool, self.device, torch.cuda.current_blas_handle)
 
     def move_to(self, raw: int) -> None:
         """Let a stream wait for the one used last, if it is another."""
