@@ -179,7 +179,8 @@ def bridge(
     if len(places) == 1 and places[0].value is None:  # most breaks
         layout, fields = [Layout.of(places[0])], [Field(0, places[0])]
         return None, WriteBack(segment, where, layout, None, [], fields, memory)
-    owned = find_owned(places)
+    alone = isinstance(places[0].value, torch.Tensor)
+    owned = [False] if alone else find_owned(places)
     _refuse_hidden_tensors(places, owned, segment, where)
     layout, containers = [*map(Layout.of, places)], _containers(places)
     bridging = _Bridging(places, owned, memory)
