@@ -120,15 +120,22 @@ class Run:
         *,
         below_autograd: bool = False,
     ) -> Any:
-        """Call the function of a break."""
-        args, kwargs = resolve(args, kwargs)
+        """Call the function of a break, `stub` instead of it at capture.
+
+        Inside of an eager function, and where nothing breaks, it is a plain call.
+        """
         if self.inside_eager or self._options.full:
+            args, kwargs = resolve(args, kwargs)
             return fn(*args, **kwargs)
+        return self._break(Call(fn, args, kwargs), stub, name, below_autograd)
+
+    def _break(self, call: Call, stub: Callable[..., Any] | None, name: str, below_autograd: bool) -> Any:
+        args, kwargs = resolve(call.args, call.kwargs)
         self.inside_eager = True
         try:
             for listener in self._listeners:
-                listener.break_begins(self._breaks, name, location(), Call(fn, args, kwargs))
-            out = fn(*args, **kwargs)
+                listener.break_begins(self._breaks, name, location(), Call(call.fn, args, kwargs))
+            out = call.fn(*args, **kwargs)
             for listener in self._listeners:
                 listener.break_ends(self._breaks, flatten(out))
             self._breaks += 1
@@ -213,20 +220,8 @@ class Recorder(Run):
             self._fail(error)
             raise
 
-    def record_break(
-        self,
-        fn: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        name: str,
-        stub: Callable[..., Any] | None = None,
-        *,
-        below_autograd: bool = False,
-    ) -> Any:
+    def _break(self, call: Call, stub: Callable[..., Any] | None, name: str, below_autograd: bool) -> Any:
         """The boundary: end the graph segment, run the function, write back, begin the next one."""
-        if self.inside_eager or self._options.full:
-            args, kwargs = resolve(args, kwargs)
-            return fn(*args, **kwargs)
         place = location()
         self._refuse_after_failure()
         try:
@@ -245,7 +240,7 @@ class Recorder(Run):
                     f"`@eager_break_during_capture(capture_stub=...)`.",
                     segment=len(self.segments),
                 )
-            result = self._run_eager(Call(fn, args, kwargs), stub or fn, name, place, below_autograd)
+            result = self._run_eager(call, stub or call.fn, name, place, below_autograd)
             self._open_segment(f"after {name}", place)
         except BaseException as error:
             self._fail(error)

@@ -47,7 +47,7 @@ class EmulatedBackend(Backend):
         self._exclusive = Exclusive()
         self._made: dict[int, StorageWeakRef] = {}
         """By identity, the storages of graph segments and bridges. While it is held, no other has it."""
-        self._borrowed: list[weakref.ref[torch.Tensor]] = []
+        self._in_collectives: list[weakref.ref[torch.Tensor]] = []
         """What was given to collectives while they just ran."""
         self._trusted = False
         """Whether CUDA captures the function that runs now, though the CPU reads values in it."""
@@ -69,7 +69,7 @@ class EmulatedBackend(Backend):
     def open(self) -> Iterator[None]:
         """Watch the operators of this thread."""
         self._made.clear()
-        self._borrowed.clear()
+        self._in_collectives.clear()
         try:
             with (
                 capture_reported(self.is_recording),
@@ -104,8 +104,8 @@ class EmulatedBackend(Backend):
 
     def returned(self) -> None:
         """Outputs of collectives have their owners alone once their Work has let go of them."""
-        wait_until_returned(self._borrowed)
-        self._borrowed.clear()
+        wait_until_returned(self._in_collectives)
+        self._in_collectives.clear()
 
     def abort(self) -> list[str]:
         """Drop the open tape."""
@@ -188,7 +188,7 @@ class EmulatedBackend(Backend):
                 return self._record(self._tape, func, args, kwargs, call)
         out = call()
         if is_collective(func):
-            self._borrowed += map(weakref.ref, tensor_leaves(args, kwargs, out))
+            self._in_collectives += map(weakref.ref, tensor_leaves(args, kwargs, out))
         return out
 
     def _record(self, tape: Tape, func: Any, args: Any, kwargs: Any, call: Invoke) -> Any:

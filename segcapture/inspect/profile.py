@@ -81,7 +81,7 @@ class ProfileReport:
         return "\n".join([f"{self.title}; {head}", *table, f"{usual}; {foot}"])
 
     def plot(self, path: str | Path) -> None:
-        """Draw the timeline of one replay: segments as bars on a host lane and a GPU lane.
+        """Draw the timeline of one replay: segments as bars on a row for the host and one for the GPU.
 
         The format is what the file's suffix says: `.png`, `.svg`, `.pdf`.
 
@@ -93,21 +93,21 @@ class ProfileReport:
             from matplotlib.patches import Patch
         except ImportError as error:
             raise ImportError("plot() needs matplotlib: pip install 'segcapture[plot]'") from error
-        lanes = ["host", "GPU"] if any(span.gpu for span in self.timeline) else ["host"]
+        rows = ["host", "GPU"] if any(span.gpu for span in self.timeline) else ["host"]
         end = max([1e-3, *(at for span in self.timeline for _, (_, at), _, _ in _bars(span))])
         # No pyplot: it would choose a backend for the whole process.
-        figure = Figure(figsize=(12, 1.4 + 0.9 * len(lanes)), layout="constrained")
+        figure = Figure(figsize=(12, 1.4 + 0.9 * len(rows)), layout="constrained")
         axes = figure.add_subplot()
         for span in self.timeline:
-            for lane, (start, stop), colour, label in _bars(span):
+            for row, (start, stop), colour, label in _bars(span):
                 width, middle = stop - start, (start + stop) / 2
-                bar = axes.broken_barh([(start, width)], (lane - 0.3, 0.6), facecolor=colour)
+                bar = axes.broken_barh([(start, width)], (row - 0.3, 0.6), facecolor=colour)
                 bar.set(edgecolor="white", linewidth=0.4)
                 if width > _NARROW * end:
                     shown = label[: max(1, int(width / end * 150))]
-                    axes.text(middle, lane, shown, ha="center", va="center", fontsize=7, color="white")
-        axes.set_yticks(range(len(lanes)), lanes)
-        axes.set_ylim(len(lanes) - 0.5, -0.5)
+                    axes.text(middle, row, shown, ha="center", va="center", fontsize=7, color="white")
+        axes.set_yticks(range(len(rows)), rows)
+        axes.set_ylim(len(rows) - 0.5, -0.5)
         axes.set_xlim(0, end * 1.01)
         axes.set_xlabel("us after the start of the replay")
         axes.set_title(self.title, fontsize=10)
@@ -117,7 +117,7 @@ class ProfileReport:
 
 
 def _bars(span: Span) -> list[tuple[int, tuple[float, float], str, str]]:
-    """Lane, start and end, colour and label of a segment's bars; what is ours lies over the whole."""
+    """Row, start and end, colour and label of a segment's bars; what is ours lies over the whole."""
     graph, eager, ours = _COLOURS.values()
     segment = span.segment
     colour, label = graph, str(segment.index)

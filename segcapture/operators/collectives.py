@@ -111,7 +111,7 @@ def record_collective(record: Callable[..., Any], func: Any, args: Any, kwargs: 
     return done[0] if done else result
 
 
-def wait_until_returned(borrowed: "list[weakref.ref[torch.Tensor]]") -> None:
+def wait_until_returned(tensors_of: "list[weakref.ref[torch.Tensor]]") -> None:
     """Wait until threads have let go of what an eager function gave to collectives.
 
     A thread of gloo still holds the tensors for a moment after the wait has ended, and would count as an
@@ -120,7 +120,7 @@ def wait_until_returned(borrowed: "list[weakref.ref[torch.Tensor]]") -> None:
     deadline = time.monotonic() + _LONGEST
     before: list[tuple[int, int]] = []
     while time.monotonic() < deadline:
-        tensors = [tensor for reference in borrowed if (tensor := reference()) is not None]
+        tensors = [tensor for reference in tensors_of if (tensor := reference()) is not None]
         # Owners in C++, and of the Python object, for which such a thread may still wait for the GIL.
         now = [(int(getattr(t, "_use_count")()), sys.getrefcount(t)) for t in tensors]  # noqa: B009
         if now == before and all(owners == 1 for owners, _ in now):
