@@ -38,6 +38,29 @@ def eager_break_during_capture(
     plain call. Under `torch.compile` it is a graph break. Works on functions, methods, static and class
     methods, `nn.Module.forward` and other callables, bare or with options.
 
+    Arguments (C3). A tensor in memory of this capture is kept without owning it, so that later segments use
+    the memory again; every other tensor is kept alive. Tuples are made anew around their tensors. Lists,
+    dicts and objects are passed as themselves: the function sees `meta.max_len = 17` that was set between
+    replays. Plain Python values are frozen, and the segment table shows them; a `Live` is asked for at each
+    replay. A tensor that requires grad, with grad enabled, may only be read.
+
+    Outputs (C4). Tensors are written back in tuples, lists, dicts, dataclasses, attrs classes, plain
+    objects and their subclasses, nested. A new tensor gets a bridge, memory of the pool that the code after
+    the break receives; each replay compares structure, shape, dtype, device and sharing of memory, and
+    copies. Memory that others own (an argument, a cache) stays itself, so the function must return the same
+    tensor each time: `h * 2 if hot else h` is an error at the first replay that differs, `.clone()` is the
+    way out. Refused are tensors where they cannot be written back: in a set or deque, in an attribute of a
+    list, dict or dataclass that is no item or field, in an object inside of an object. Closures,
+    `functools.partial`, generators and NumPy arrays are not looked into: what they hold is stale.
+
+    Numbers and other Python values that it returns are frozen for graph segments. If one that stands bare
+    or in a tuple changes, a `FrozenValueWarning` says so once. In a list, dict or object the new value is
+    put in place, and later breaks read it; code between the breaks that computed with it did so at capture
+    alone, of which only `check=True` warns. Return a tensor where graph code or the caller reads it.
+
+    A tensor that the function leaves somewhere (`self.last = h`) instead of returning it, and that a graph
+    segment reads, is stale: the graph reads the one of the capture. `check=True` finds that.
+
     Args:
         fn: The function.
         enable: False returns the function as it is.

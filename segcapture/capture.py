@@ -45,6 +45,57 @@ class BreakableCUDAGraphCapture:
     The block runs as usual: each graph segment is launched once as soon as it is closed, and eager
     breaks run on real values, so that all outputs are valid after it. Warm up the same code before.
 
+    The contract, by the numbers that sources and tests use:
+
+    C1. Capture is a real run. State (a cache, a counter, a random generator) advances, so capture and one
+        replay are two steps. With `torch.cuda.graph` they are one.
+    C2. A marked function is a plain call outside of a capture, inside of another break and in `mode="full"`.
+        Under `torch.compile` it is a graph break.
+    C3. Arguments of breaks are kept for replay. See `eager_break_during_capture`.
+    C4. Outputs of breaks are written back, or it is an error. See there too.
+    C5. All segments share one pool, with other captures too if they pass `pool=other.pool`. It lives as long
+        as one of its captures, the `pool` object, or a tensor in it. A replay overwrites outputs of other
+        captures in the same pool.
+    C6. Replay runs on the current stream. Replays that share a pool or a capture stream take turns, on all
+        streams and threads: a thread waits until the replay of another one has returned. Two pools never
+        wait for each other, without `stream=`. Inside of a break nothing may capture or replay in the pool
+        of that break. Side streams are joined before a break and forked again after it.
+    C7. Breaks run under the grad mode, inference mode, autocast state and device of the capture. The autocast
+        cache is cleared around them.
+    C8. Random numbers are drawn as eager code draws them; `generators` registers more generators.
+    C9. After a failure the exception of your code comes first, with a note that names the segment, and the
+        process is as before. A replay that failed in a break can be replayed again.
+    C10. Neither the garbage collector nor a capture that is dropped makes a running capture invalid.
+    C11. There are no empty segments.
+    C12. A training step with backward and optimizer is captured as with `torch.cuda.graph`. Breaks may stand
+         between its parts, and in `forward` and `backward` of a `torch.autograd.Function`.
+
+    Limits:
+
+    * Python between the breaks runs at capture alone. What the first call of a model makes (lazy parameters,
+      caches) would be made at each replay: warm up first.
+    * A container that the block makes or a break returns, and that a later break changes, goes on from its
+      last state at each replay; eager code would have a new one.
+    * Memory: a graph that reads pinned memory keeps its address, so keep that memory. Freeing pinned memory
+      inside of a capture disturbs torch 2.11's allocator. What torch does not own (`from_numpy`, DLPack) must
+      live as long as the capture.
+    * A random generator must not be seeded in a graph segment, nor the default dtype differ at replay.
+    * Streams that are not torch's own are joined; they are forked again only if one was current at a break.
+    * Threads: two threads must not replay at once what shares a static input on purpose. Before torch 2.12
+      captures of one device take turns, and no other thread may draw from the default CUDA generator
+      meanwhile. Two threads whose breaks replay each other's captures would wait forever: one gets a
+      CaptureStateError.
+    * A `graph_pool_handle()` whose last graph has died works again only when its tensors have died too, and,
+      with torch 2.11, if no pinned memory was allocated in it. Share `capture.pool` instead.
+    * torch frees the cuBLAS workspaces of all streams when `torch.compile(mode="reduce-overhead")` records.
+      Private capture streams are safe; a `stream=` on which cuBLAS had worked before is not.
+    * Emulated segments know nothing of streams, of memory that is used again and of kernels past torch's
+      dispatcher. `.to("cpu")` and `torch.tensor(..., device=...)` pass on the CPU, and CUDA refuses them.
+      Compiled code runs there as plain Python; a backward that Inductor compiled before is refused. A gloo
+      process group whose collectives were emulated is kept by torch, and may abort the process at its exit.
+    * ROCm (never run): captures are made in the error mode `relaxed`, empty segments are kept, and a failed
+      capture leaves the memory of its segments in the pool.
+
     Args:
         pool: Memory to share with other captures: `other.pool`, a `torch.cuda.MemPool`, or a
             `torch.cuda.graph_pool_handle()`. Left out: a pool of its own.

@@ -68,6 +68,25 @@ class GraphedCallable:
     Objects among the arguments are held weakly: when one dies, its captures go with the next call. A capture
     with eager breaks keeps those that a break takes or that the function returns.
 
+    Arguments are copied to static inputs, and what the function writes to them is copied back (not what a
+    break writes past autograd, through `.data` or NumPy, at some calls only). Objects of your own classes
+    are used where they are. Outputs are clones in the function's own structure; an argument that is
+    returned comes back as itself.
+
+    Limits:
+
+    * Python runs at capture alone. State must be changed in place: parameters, buffers, submodules and hooks
+      that are replaced raise, and so does what is put into arguments; a tensor or number that is re-bound in
+      another place (an attribute that is no buffer, an object that is no argument or is inside of one, a
+      closure) is not noticed, and results are stale.
+    * An argument must not share memory with what the function reads or writes elsewhere: it is copied.
+    * A write of a kernel that torch does not know is found by values at capture, so one of the same values
+      is missed.
+    * `f(x)` and `f(x, k=2)` are two signatures, also where 2 is the default. Each value of a plain argument
+      is one: pass what changes at every call as a tensor.
+    * Values in the padding of a bucket must not change the rest: mask sums, means and maxima. A Python value
+      that is computed from a size is that of the padded one.
+
     Args:
         fn: A function, method, `nn.Module` or other callable.
         warmup: Eager calls of a signature before it is captured.

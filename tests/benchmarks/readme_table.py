@@ -1,4 +1,7 @@
-"""The README's performance tables, made from the results: `python tests/benchmarks/readme_table.py`."""
+"""Tables of figures, made from the results: `python tests/benchmarks/readme_table.py`.
+
+`speed` is in the project's README, all others are in the README of this folder.
+"""
 
 import json
 from pathlib import Path
@@ -12,6 +15,35 @@ def results() -> dict[str, dict[str, Any]]:
     """What the newest runs wrote, by subject."""
     paths = [RESULTS / f"{subject}.json" for subject in SUBJECTS]
     return {path.stem: json.loads(path.read_text()) for path in paths if path.exists()}
+
+
+SPEED = {
+    "eager": ("eager",),
+    "segcapture": (
+        "segcapture, fresh tensors",
+        "breaks at attention",
+        "GraphedCallable, buckets (8, 16, 32, 64)",
+    ),
+    "breakable-cuda-graphs": ("breakable-cuda-graphs, into a buffer",),
+    "one graph": ("torch.cuda.graph", "one graph, whole cache"),
+    "torch.compile": ("torch.compile", "torch.compile, whole cache"),
+}
+"""Columns of `speed`, and the contenders that belong into each."""
+
+
+def speed(size: str = "hidden 2048") -> str:
+    """Tokens or requests per second: decoding and serving, all contenders side by side."""
+    found = results()
+    rows: dict[str, dict[str, float]] = {}
+    for subject, key, prefix in (("decode", "tokens_per_s", "decoder, "), ("serving", "per_s", "")):
+        for row in found.get(subject, {"rows": []})["rows"]:
+            if key in row and (subject == "serving" or row["case"].startswith(size)):
+                rows.setdefault(prefix + row["case"], {})[row["contender"]] = _median(row[key])
+    lines = [f"| per second | {' | '.join(SPEED)} |", f"| --- |{' --- |' * len(SPEED)}"]
+    for case, measured in rows.items():
+        cells = [[f"{measured[c]:.0f}" for c in names if c in measured] for names in SPEED.values()]
+        lines.append(f"| {case} | {' | '.join(cell[0] if cell else '' for cell in cells)} |")
+    return "\n".join(lines)
 
 
 def targets() -> str:
@@ -69,4 +101,4 @@ def _median(value: Any) -> float:
 
 
 if __name__ == "__main__":
-    print(targets(), boundary(), decode(), serving(), sep="\n\n")
+    print(speed(), targets(), boundary(), decode(), serving(), sep="\n\n")
