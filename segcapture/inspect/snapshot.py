@@ -3,10 +3,13 @@
 import contextlib
 import functools
 import inspect
+import numbers
 import random
 import sys
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from enum import Enum
 from typing import Any
 
 import attrs
@@ -17,6 +20,9 @@ from segcapture.trees import PLAIN, children, get_item, set_item
 
 _DEPTH = 6
 _LARGEST_KEPT = 64 * 2**20  # bytes: of larger tensors an even sample is kept
+_MOST_VALUES = 256  # in one container: of a vocabulary nobody wants to know each word
+_VALUES = (*PLAIN, numbers.Number, Enum)
+_SIZED = (list, dict, set, deque)
 
 # As torch.testing.assert_close has them (https://docs.pytorch.org/docs/2.11/testing.html): rtol, atol.
 _TOLERANCES = {
@@ -51,6 +57,12 @@ class Search:
 
     def __init__(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], others: Any = ()) -> None:
         self.slots: list[Slot] = []
+        self.values: dict[str, Any] = {}
+        """Tensors of all kinds and plain values, by path."""
+        self.lengths: dict[str, int] = {}
+        """Of containers."""
+        self.kinds: dict[str, str] = {}
+        """Names of the classes of objects."""
         self.generators: list[torch.Generator] = []
         # The objects themselves: the id of one that died could be another one's.
         self._seen: dict[int, Any] = {}
@@ -65,9 +77,16 @@ class Search:
         """Add what can be reached from a value, which stands at a key of its owner."""
         if value is None or is_dense(value):
             self.slots.append(Slot(path, owner, key, value))
-        if isinstance(value, PLAIN) or id(value) in self._seen or depth > _DEPTH:
+        if isinstance(value, (torch.Tensor, *_VALUES)):
+            self.values[path] = value
+        if isinstance(value, _VALUES) or id(value) in self._seen or depth > _DEPTH:
             return
         self._seen[id(value)] = value
+        self.kinds[path] = type(value).__name__
+        if isinstance(value, _SIZED) and not _is_ours(value):
+            self.lengths[path] = len(value)
+            if len(value) > _MOST_VALUES and _has_values_alone(value):
+                return
         if isinstance(value, torch.Generator):
             self.generators.append(value)
         elif not isinstance(value, torch.Tensor):
@@ -88,7 +107,7 @@ def is_dense(value: Any) -> bool:
 
 def _reachable(value: Any) -> Iterator[tuple[Any, Any, str, Any]]:
     """Owner, key, path suffix and value of what an object refers to."""
-    if type(value).__module__.partition(".")[0] == "segcapture":
+    if _is_ours(value):
         return  # a capture, say: what its segments hold is compared segment by segment
     if isinstance(value, torch.nn.Module):
         for name, module in value.named_modules():
@@ -108,8 +127,18 @@ def _reachable(value: Any) -> Iterator[tuple[Any, Any, str, Any]]:
         yield (), None, "", value.__func__
     elif inspect.isfunction(value):
         yield from _named_by(value)
+    elif isinstance(value, deque):
+        yield from (((), None, f"[{i}]", item) for i, item in enumerate(value))
     else:
         yield from ((value, *child) for child in children(value) or ())
+
+
+def _is_ours(value: Any) -> bool:
+    return type(value).__module__.partition(".")[0] == "segcapture"
+
+
+def _has_values_alone(value: Any) -> bool:
+    return all(isinstance(item, _VALUES) for item in (value.values() if isinstance(value, dict) else value))
 
 
 _OF_MODULES = set(vars(torch.nn.Module()))
