@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from segcapture.ambient import Ambient
+from segcapture.arguments import Call
 from segcapture.backends import make_backend
 from segcapture.errors import CaptureFailedError, CaptureStateError
 from segcapture.listener import Listener
 from segcapture.operators.break_on import OperatorBreaks
 from segcapture.recorder import Options, Recorder, Run
 from segcapture.replay import OperatorStep, Watch
-from segcapture.segments import GraphSegment, Segment
+from segcapture.segments import EagerSegment, GraphSegment, Segment
 from segcapture.thread import state
 
 if TYPE_CHECKING:
@@ -277,6 +278,10 @@ class BreakableCUDAGraphCapture:
     def storages(self) -> list[torch.UntypedStorage]:
         """The memory that this capture owns: of its pool, with all captures that share it."""
         return self._backend.storages(self._segments)
+
+    def eager_calls(self) -> list[Call]:
+        """The calls of eager segments, with the arguments that a replay passes."""
+        return [segment.call for segment in self.segments if isinstance(segment, EagerSegment)]
 
     def warm_up(self) -> AbstractContextManager[None]:
         """Run the block eagerly where a capture would: on the capture stream, ordered both ways."""

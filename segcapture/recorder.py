@@ -9,7 +9,7 @@ import attrs
 import torch
 
 from segcapture.ambient import Ambient, capture_ambient
-from segcapture.arguments import WAYS_AROUND_AUTOGRAD, Arguments, Call, resolve
+from segcapture.arguments import WAYS_AROUND_AUTOGRAD, Arguments, Call, has_live, resolve
 from segcapture.backends.base import Backend
 from segcapture.errors import CaptureFailedError, CaptureStateError
 from segcapture.listener import Listener
@@ -121,13 +121,14 @@ class Run:
         below_autograd: bool = False,
     ) -> Any:
         """Call the function of a break."""
+        live = has_live(args, kwargs)
         args, kwargs = resolve(args, kwargs)
         if self.inside_eager or self._options.full:
             return fn(*args, **kwargs)
         self.inside_eager = True
         try:
             for listener in self._listeners:
-                listener.break_begins(self._breaks, name, location(), Call(fn, args, kwargs))
+                listener.break_begins(self._breaks, name, location(), Call(fn, args, kwargs, live))
             out = fn(*args, **kwargs)
             for listener in self._listeners:
                 listener.break_ends(self._breaks, flatten(out))

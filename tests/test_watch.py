@@ -1,11 +1,13 @@
 """State that a replay does not carry: a served function is refused, or right, and never stale."""
 
+import copy
 import warnings
 from collections import deque
 
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from segcapture import CaptureFailedError, eager_break_during_capture, is_capturing
 from tests.conftest import assert_same
@@ -559,3 +561,173 @@ def test_large_tables_of_values_are_not_walked(backend):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         check_served(backend, lambda device: ((torch.ones(2, device=device),), {}, run))
+
+
+# After the capture
+
+
+def beam(device):
+    """An object in an object in a list, of which captured code reads a tensor."""
+    cache = Nested(layers=[Nested(k=torch.ones(2, device=device))])
+    return cache, lambda x, cache: cache.layers[0].k * x
+
+
+def rebind(cache):
+    cache.layers[0].k = cache.layers[0].k * 5
+
+
+def rebind_and_keep(cache):
+    cache.kept = cache.layers[0].k
+    rebind(cache)
+
+
+def new_layer(cache):
+    cache.layers[0] = Nested(k=cache.layers[0].k * 3)
+
+
+def new_list(cache):
+    cache.layers = [Nested(k=cache.layers[0].k * 3)]
+
+
+def swap(cache):
+    torch.utils.swap_tensors(cache.layers[0].k, cache.layers[0].k * 4)
+
+
+def new_data(cache):
+    cache.layers[0].k.data = cache.layers[0].k * 4
+
+
+def in_closure(cache, fn):
+    """The same cache, reached by the function alone."""
+
+    def run(x):
+        return fn(x, cache)
+
+    return run
+
+
+@WARMUPS
+@pytest.mark.parametrize("through", ["argument", "closure"])
+@pytest.mark.parametrize("change", [rebind, rebind_and_keep, new_layer, new_list, swap, new_data])
+@torch.no_grad()
+def test_a_tensor_that_is_replaced_after_the_capture_is_noticed(backend, change, through, warmup):
+    """As `reorder_cache` of a beam search does: it raises, or captures again."""
+    for asked in ("raise", "recapture"):
+        cache, fn = beam(backend.device)
+        rest = (cache,) if through == "argument" else ()
+        run = fn if rest else in_closure(cache, fn)
+        g = graphed(backend, run, weights=asked, warmup=warmup)
+        x = backend.tensor(2)
+        for _ in range(4):
+            assert_same(g(x, *rest), run(x, *rest))
+        cache.layers[0].k.add_(1)
+        assert_same(g(x, *rest), run(x, *rest))
+        change(cache)
+        # What an object among the arguments holds itself is part of the signature.
+        another = through == "argument" and change in (rebind_and_keep, new_layer, new_list)
+        if asked == "raise" and warmup and not another:
+            for _ in range(2):
+                with pytest.raises(CaptureFailedError, match=r"layers\[0\]\.k.*mul.*recapture") as caught:
+                    g(x, *rest)
+            assert caught.value.path.endswith("cache.layers[0].k")
+            g.clear()
+        for _ in range(5):
+            assert_same(g(x, *rest), run(x, *rest))
+        assert state_of(g)["captures"] == 2
+
+
+@torch.no_grad()
+def test_an_argument_of_a_break_does_not_hide_that_it_was_replaced(backend):
+    """The capture keeps it, so that it does not die."""
+
+    @eager_break_during_capture
+    def add(x, k):
+        return x + k
+
+    for place in (
+        Nested(k=torch.ones(2, device=backend.device)),
+        {"k": torch.ones(2, device=backend.device)},
+    ):
+
+        def run(x, place=None, of=place):
+            return add(x * 1, of["k"] if isinstance(of, dict) else of.k) * 2
+
+        g = graphed(backend, run)
+        x = backend.tensor(2)
+        for _ in range(5):
+            assert_same(g(x), run(x))
+        if isinstance(place, dict):
+            place["k"] = place["k"] * 3
+        else:
+            place.k = place.k * 3
+        with pytest.raises(CaptureFailedError, match="was replaced"):
+            g(x)
+
+
+def test_gradients_that_are_taken_away_after_the_capture(backend):
+    """They accumulated in place until then."""
+    m = nn.Linear(2, 1).to(backend.device)
+
+    def micro(x):
+        loss = m(x).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    g = graphed(backend, micro)
+    for seed in range(5):
+        g(backend.tensor(3, 2, seed=seed))
+    assert state_of(g)["replays"] >= 1
+    m.zero_grad()
+    with pytest.raises(CaptureFailedError, match="zero_grad") as caught:
+        g(backend.tensor(3, 2))
+    assert caught.value.path == "micro.m.weight.grad"
+
+
+@torch.no_grad()
+def test_what_dies_lets_its_memory_go(backend):
+    """And what is held is no more than what captured code reads."""
+    place = Nested(k=torch.ones(1000, device=backend.device), other=torch.ones(1000, device=backend.device))
+    g = graphed(backend, lambda x: place.k * x)
+    for _ in range(4):
+        g(backend.tensor(1))
+    storages = [StorageWeakRef(t.untyped_storage()) for t in (place.k, place.other)]
+    place.k, place.other = None, None
+    assert storages[1].expired()
+    assert storages[0].expired() or backend.emulated  # a tape has memory of its own
+    (entry,) = g._cache
+    assert not entry.held._storages
+    with pytest.raises(CaptureFailedError, match="place.k"):
+        g(backend.tensor(1))
+
+
+@pytest.mark.parametrize("swapping", [False, True])
+@torch.no_grad()
+def test_modules_are_converted_and_loaded_as_ever(backend, swapping):
+    """`half()`, `load_state_dict` and `swap_tensors` of what a served function reads."""
+    torch.__future__.set_swap_module_params_on_conversion(swapping)
+    try:
+        for inside in (False, True):
+            model = nn.Linear(3, 3).to(backend.device)
+            held = Nested(deep=Nested(model=model))
+            run = (lambda x, held=held: held.deep.model(x)) if inside else model
+            g = graphed(backend, run, weights="recapture")
+            x = backend.tensor(2, 3)
+
+            def check(x, g=g, model=model):
+                for _ in range(5):
+                    assert_same(g(x), model(x))
+
+            check(x)
+            model.load_state_dict({name: t * 2 for name, t in model.state_dict().items()})
+            check(x)
+            model.load_state_dict({name: t * 3 for name, t in model.state_dict().items()}, assign=True)
+            check(x)
+            model.double()
+            check(x.double())
+            model.float()
+            check(x)
+            again = copy.deepcopy(model)
+            torch.utils.swap_tensors(again.weight, model.weight)
+            check(x)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)

@@ -15,7 +15,7 @@ from segcapture.callable.inputs import StaticInputs
 from segcapture.callable.outputs import CallOutputs, with_tensors
 from segcapture.callable.signature import Arguments, Request, Words, difference, explain, named, summary, weak
 from segcapture.callable.state import StateBefore, Weights
-from segcapture.callable.watch import Observation, Watch
+from segcapture.callable.watch import HeldTensors, Observation, Watch
 from segcapture.capture import BreakableCUDAGraphCapture
 from segcapture.errors import CaptureFailedError
 from segcapture.inspect.snapshot import Search
@@ -27,6 +27,8 @@ logger = logging.getLogger("segcapture.callable")
 _SIGNATURES_PER_CAPTURE = 4  # that are kept for each capture that may be
 _COMPARED = 8  # signatures, those used last, with which a new one is compared
 _A_FEW = 8  # new signatures in a row, none of them called again, that are worth a warning
+
+_MOST_OBJECTS = 20_000  # that the watch walks: about a quarter of a second
 
 _OF_A_CAPTURE = ("mode", "stream", "breaks", "break_on", "capture_error_mode", "generators", "barrier")
 
@@ -69,6 +71,8 @@ class CacheEntry:
     """As they were at capture."""
     objects: Sequence[Any] = ()
     """Weak references to the objects of the signature."""
+    held: HeldTensors | None = None
+    """What its graphs read besides; None where nobody looks."""
     _static: tuple[StaticInputs, CallOutputs] | None = None
     _moved: bool = False
     """Whether the call that was captured has moved state that nobody has observed."""
@@ -118,7 +122,7 @@ class CacheEntry:
                 yield
                 return
             arguments = dict(named(args, kwargs, request.names))
-            seen = Observation(lambda: Search(fn, (), arguments), tensors)
+            seen = Observation(lambda: Search(fn, (), arguments, most=_MOST_OBJECTS), tensors)
             with self.capture.observed(seen):
                 yield
             try:
@@ -149,8 +153,13 @@ class CacheEntry:
         out = outputs.collect(request)
         if self._moved:
             self.warmups += 1
-            self.watch.unsettle()
             self.release()
+        elif weights is not None:
+            # Arguments and what objects among them hold themselves are part of the signature.
+            args, kwargs = with_tensors(request, inputs.tensors)
+            others = [*weights.values, *request.tensors, *tensors_in(args, kwargs)]
+            reach = Search(fn, (), dict(named(args, kwargs, request.names)), most=_MOST_OBJECTS)
+            self.held = self.watch.hold(reach, others, self.capture)
         return out
 
     def _capturing(self, fn: Function, request: Request) -> Around:
@@ -161,10 +170,10 @@ class CacheEntry:
             args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[torch.Tensor]
         ) -> Iterator[None]:
             arguments = dict(named(args, kwargs, request.names))
-            seen = Observation(lambda: Search(fn, (), arguments), tensors) if self.warmups == 0 else None
+            seen = Observation(lambda: Search(fn, (), arguments, most=_MOST_OBJECTS), tensors)
             with self.capture:
                 yield
-            self._moved = seen is not None and seen.has_moved(self.watch.ignored)
+            self._moved = self.watch.has_moved(seen)
 
         return around
 
@@ -195,6 +204,9 @@ class CacheEntry:
         if inputs.on_host and self.capture.device.type != "cpu":  # the last replay may still read them
             torch.accelerator.current_stream(self.capture.device).synchronize()
         inputs.fill(request)
+        held = self.held
+        if held is not None:
+            held.replaying = True
         try:
             self.capture.replay()
         except BaseException as error:
@@ -203,6 +215,9 @@ class CacheEntry:
             except Exception as trouble:
                 error.add_note(f"segcapture: and then, copying back: {trouble}")
             raise
+        finally:
+            if held is not None:
+                held.replaying = False
         if inputs.watched and (new := inputs.find_newly_written()):
             outputs.check_free(request, new)
         inputs.copy_back(request)
@@ -222,7 +237,7 @@ class CacheEntry:
             with self.capture.exclusive():
                 for tensor in self._static[0].tensors:
                     _used_here(tensor)
-                self._static = None
+                self._static = self.held = None
                 self.capture.reset()
 
     def stats(self) -> SignatureStats:

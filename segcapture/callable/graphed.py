@@ -18,6 +18,7 @@ from segcapture.callable.signature import Arguments, Request, RequestReader
 from segcapture.callable.state import Modules
 from segcapture.errors import CaptureFailedError, CaptureStateError
 from segcapture.exclusive import Exclusive
+from segcapture.operators.intercept import Use
 from segcapture.thread import state, warn
 from segcapture.trees import HELD
 
@@ -87,8 +88,9 @@ class GraphedCallable:
         key: Called with the arguments; returns a hashable that belongs to the signature.
         on_error: `"raise"`, or `"eager"`: a signature that cannot be captured runs eagerly from then on.
             The call whose capture failed runs the function again from its start.
-        weights: What to do when a parameter, buffer or submodule was replaced since the capture (not
-            updated in place): `"raise"`, `"recapture"`, or `"ignore"`, which does not look.
+        weights: What to do when a parameter, buffer or submodule, or another tensor that captured code
+            reads where it is (of a cache, say, or a gradient), was replaced or taken away since the capture
+            (not updated in place): `"raise"`, `"recapture"`, or `"ignore"`, which does not look.
         modules: Modules that the function reads, besides those that are seen in it, its object, its
             closure and its globals.
         ignore_state: Paths that the function may change by Python alone, as patterns of `fnmatch`:
@@ -243,6 +245,10 @@ class GraphedCallable:
                 return self._refuse(error, args, kwargs)
             out = entry.replay(request)
             self._counts["replays"] += 1
+            if entry.held is not None and entry.held.dead and (use := entry.held.dead[0][1]) is not None:
+                raise self._gone(
+                    entry.held.dead[0][0], use
+                )  # meanwhile: later segments have read the old one
             return out
         finally:
             memory.__exit__(None, None, None)
@@ -277,10 +283,29 @@ class GraphedCallable:
             logger.info("%s: %s; %s is captured again", self.name, change, entry.name)
             self._cache.drop(request.key)
             entry = None
+        if entry is not None and entry.held is not None and (gone := entry.held.change()) is not None:
+            self._check_may_capture_again(entry, *gone)
+            self._cache.drop(request.key)
+            entry = None
         if entry is None:
             request.check_can_be_captured()
             entry = self._cache.add(request, self._reader.describe(request))
         return entry
+
+    def _check_may_capture_again(self, entry: CacheEntry, path: str, use: Use | None) -> None:
+        """Raise CaptureFailedError, with `weights="raise"`, for a tensor that graphs read and that went."""
+        if self._options["weights"] == "raise" and use is not None:
+            raise self._gone(path, use)
+        logger.info("%s: the tensor at %s is gone; %s is captured again", self.name, path, entry.name)
+
+    def _gone(self, path: str, use: Use) -> CaptureFailedError:
+        return CaptureFailedError(
+            f"The tensor at `{path}`, which {use} reads, was replaced or taken away after {self.name} was "
+            f"captured. Write into it in place (`copy_`; of gradients, `zero_grad(set_to_none=False)`), call "
+            f"clear(), or pass weights='recapture'.",
+            path=path,
+            operator=use.operator,
+        )
 
     def _first_calls(self, entry: CacheEntry, request: Request) -> Any:
         """Warm up or capture."""

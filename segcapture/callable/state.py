@@ -89,6 +89,11 @@ class Weights:
         kept = chain.from_iterable([kept.values() for kept, _ in self._kept])
         return [*kept, *[buffers.get(name) for buffers, name in self._buffers]]
 
+    @property
+    def values(self) -> Sequence[Any]:
+        """All of them."""
+        return self._values
+
     def change(self) -> str | None:
         """What is another object or at another address than at capture, in words; or None."""
         now = self._now()

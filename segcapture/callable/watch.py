@@ -1,6 +1,10 @@
 """The watch: what a call changes that a replay does not change again, and what captured code reads of it."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import contextlib
+import functools
+import types
+import weakref
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from fnmatch import fnmatchcase
 from itertools import zip_longest
@@ -10,15 +14,17 @@ import attrs
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from segcapture.arguments import Call
+from segcapture.capture import BreakableCUDAGraphCapture
 from segcapture.errors import CaptureFailedError
-from segcapture.inspect.snapshot import Search, brief, is_dense
+from segcapture.inspect.snapshot import Search, Slot, brief, is_dense
 from segcapture.listener import Listener
 from segcapture.operators.compiled import inside_compiled_region
 from segcapture.operators.composites import names_of, tensor_leaves
 from segcapture.operators.intercept import Invoke, Use, watching
 from segcapture.tensors import View, storage_id
 from segcapture.thread import state
-from segcapture.trees import PLAIN, Place
+from segcapture.trees import PLAIN, Place, get_item, is_plain_object, is_record, map_tuples
 
 
 @attrs.frozen(eq=False)
@@ -51,11 +57,16 @@ class Observation(Listener):
         # It holds the tensors, so that no other one has their identity.
         self._before = reach()
         self._known: dict[int, str] = {}
-        for path, value in self._before.values.items():
-            if isinstance(value, torch.Tensor) and (storage := _storage(value)) is not None:
+        tensors = {path: t for path, t in self._before.values.items() if isinstance(t, torch.Tensor)}
+        for path, tensor in tensors.items():
+            if (storage := _storage(tensor)) is not None:
                 self._known.setdefault(storage, path)
+        self._objects = {id(tensor) for tensor in tensors.values()}
         self._made: dict[int, StorageWeakRef] = {}
-        self._reads: dict[int, tuple[Use, StorageWeakRef]] = {}
+        self._reads: dict[int, Use] = {}
+        """By the identity of a tensor."""
+        self._reads_of_views: dict[int, tuple[Use, StorageWeakRef]] = {}
+        """By storage, through other tensors than stood anywhere before."""
         self.trace: list[tuple[Any, ...]] = []
         """Of each operator of captured code: its name, its plain arguments, its tensors from outside."""
         self.compiled = False
@@ -64,6 +75,17 @@ class Observation(Listener):
     def intercepting(self) -> AbstractContextManager[None]:
         """Watch the operators of this thread, composite ones whole."""
         return watching(self._operator, in_parts=False)
+
+    def break_begins(self, index: int, name: str, place: str, call: Call) -> None:
+        """What is passed by itself or in tuples is read: a replay passes it again."""
+        entry: list[Any] = [name]
+        for value in (*call.args, *call.kwargs.values()):
+            for leaf in _leaves_of_tuples(value):
+                if isinstance(leaf, torch.Tensor):
+                    entry.append(self._note_read(leaf, name))
+                elif not call.live:
+                    entry.extend(_plain_leaves(leaf) if isinstance(leaf, PLAIN) else ())
+        self.trace.append(tuple(entry))
 
     def break_ends(self, index: int, places: list[Place]) -> None:
         """What it returned is carried on by a replay."""
@@ -76,6 +98,17 @@ class Observation(Listener):
         if storage is not None and storage not in self._known:
             self._made[storage] = StorageWeakRef(tensor.untyped_storage())
 
+    def _note_read(self, tensor: torch.Tensor, name: str) -> str:
+        """Note what is read that a replay does not make; return where it stood, or an empty string."""
+        storage = _storage(tensor)
+        if storage is None or storage in self._made:
+            return ""
+        if id(tensor) not in self._reads:
+            self._reads[id(tensor)] = Use(name)
+        if id(tensor) not in self._objects and storage not in self._reads_of_views:
+            self._reads_of_views[storage] = Use(name), StorageWeakRef(tensor.untyped_storage())
+        return self._known.get(storage, "?")
+
     def _operator(self, func: Any, args: Any, kwargs: Any, call: Invoke) -> Any:
         if state.run.inside_eager:
             return call()
@@ -84,12 +117,9 @@ class Observation(Listener):
         given = tensor_leaves(args, kwargs)
         entry: list[Any] = [name, *_plain_leaves(args, kwargs)]
         for tensor in given:
-            storage = _storage(tensor)
             entry.append(tuple(tensor.shape))
-            if storage is not None and storage not in self._made and name != "aten::lift_fresh":
-                entry.append(self._known.get(storage, "?"))
-                if storage not in self._reads:
-                    self._reads[storage] = Use(name), StorageWeakRef(tensor.untyped_storage())
+            if name != "aten::lift_fresh":  # a number that becomes a tensor comes with its memory
+                entry.append(self._note_read(tensor, name))
         self.trace.append(tuple(entry))
         out = call()
         passed = {_storage(tensor) for tensor in given} if name != "aten::lift_fresh" else set()
@@ -97,10 +127,6 @@ class Observation(Listener):
             if _storage(tensor) not in passed:
                 self._note_made(tensor)
         return out
-
-    def has_moved(self, ignored: Sequence[str]) -> bool:
-        """Whether anything has moved, whoever reads it."""
-        return bool(self.finish(ignored, whoever_reads=True))
 
     def finish(self, ignored: Sequence[str], *, whoever_reads: bool = False) -> dict[str, Moved]:
         """What has moved, by path; of tensors those that captured code reads."""
@@ -149,7 +175,15 @@ class Observation(Listener):
         storage = _storage(value)
         if storage is None:
             return Use("unknown")  # of what is no strided memory nothing can be told
-        return self._reads[storage][0] if storage in self._reads else None
+        if storage in self._made:
+            return None
+        view = self._reads_of_views.get(storage)
+        return self._reads.get(id(value)) or (view and view[0])
+
+    def reads(self) -> dict[str, Use]:
+        """Where the tensors stood that captured code reads."""
+        uses = {path: self._use_of(value) for path, value in self._before.values.items()}
+        return {path: use for path, use in uses.items() if use is not None}
 
 
 def _storage(tensor: torch.Tensor) -> int | None:
@@ -162,6 +196,12 @@ def _storage(tensor: torch.Tensor) -> int | None:
 def _same_memory(old: torch.Tensor, new: torch.Tensor) -> bool:
     """Whether two tensors that are alive are one to a graph: what it reads of one, it reads of the other."""
     return is_dense(old) and is_dense(new) and old.numel() > 0 and View.of(old) == View.of(new)
+
+
+def _leaves_of_tuples(value: Any) -> list[Any]:
+    leaves: list[Any] = []
+    map_tuples(value, leaves.append)
+    return leaves
 
 
 def _plain_leaves(*trees: Any) -> Iterable[Any]:
@@ -199,7 +239,7 @@ class Watch:
         self._settled = warmup == 0
         self._plain = self._compiled = False
         self._last: tuple[dict[str, Moved], list[tuple[Any, ...]], bool] | None = None
-        self._calls = 0
+        self._reads: dict[str, Use] | None = None
 
     def next_call(self, warmups: int) -> str:
         """What the next call is: `warm-up`, `observed` or `capture`."""
@@ -208,9 +248,30 @@ class Watch:
             return "warm-up"
         return "capture" if self._settled else "observed"
 
-    def unsettle(self) -> None:
-        """Something moved in a call that nobody observed: the next one is."""
-        self._settled = False
+    def has_moved(self, captured: Observation) -> bool:
+        """Whether a call that was captured has moved what it must not. Then the next one is observed again.
+
+        That is what captured code reads; if no call was observed, so that nobody knows it, all.
+        """
+        moved = captured.finish(self.ignored, whoever_reads=True)
+        if self._reads is not None:
+            moved = {path: place for path, place in moved.items() if place.is_tensor and path in self._reads}
+        if moved:
+            self._settled = False
+        return bool(moved)
+
+    def hold(self, reach: Search, others: Iterable[Any], capture: BreakableCUDAGraphCapture) -> "HeldTensors":
+        """Hold what the graphs read of all that can be reached now, but for what others look after."""
+        known = {id(value) for value in others}
+        calls = capture.eager_calls()
+        passed = [leaf for call in calls for leaf in _leaves_of_tuples((*call.args, *call.kwargs.values()))]
+        held = HeldTensors({id(leaf) for leaf in passed if isinstance(leaf, torch.Tensor)})
+        for slot in reach.slots:
+            if slot.value is None or id(slot.value) in known or _is_ignored(slot.path, self.ignored):
+                continue
+            if self._reads is None or slot.path in self._reads:
+                held.add(slot, None if self._reads is None else self._reads[slot.path])
+        return held
 
     def judge(self, seen: Observation, first: bool) -> None:
         """Compare an observed call with the one observed before it.
@@ -221,6 +282,7 @@ class Watch:
             CaptureFailedError: captured code reads what each call moves by Python alone.
         """
         moved, trace = seen.finish(self.ignored), seen.trace
+        self._reads = seen.reads()
         self._compiled |= seen.compiled
         last, self._last = self._last, (moved, trace, first)
         if not moved or self._settled:
@@ -267,6 +329,88 @@ class Watch:
             found=place.found,
             operator=place.use.operator if place.use is not None else "",
         )
+
+
+class _Token:
+    """Stands in the `__dict__` of a tensor, and dies with it.
+
+    A weak reference on the tensor itself would make `torch.utils.swap_tensors` fail.
+    """
+
+    def __reduce__(self) -> Any:
+        return dict, ()  # a copy of the tensor is another tensor
+
+
+_TOKEN = "_segcapture_token"
+
+
+class HeldTensors:
+    """Tensors that graphs read where they are: their memory, for as long as they live.
+
+    Args:
+        kept: Identities of tensors that the capture keeps itself, so that they do not die.
+    """
+
+    def __init__(self, kept: Container[int]) -> None:
+        self._kept = kept
+        self._storages: dict[int, torch.UntypedStorage] = {}
+        self._tokens: list[Any] = []
+        self._places: list[tuple[Callable[[], Any], Any, Any, int, tuple[str, Use | None]]] = []
+        self.dead: list[tuple[str, Use | None]] = []
+        """Where tensors stood that have died, and what reads them."""
+        self.replaying = False
+        """Whether the graphs that read them run now: no memory goes meanwhile."""
+
+    def add(self, slot: Slot, use: Use | None) -> None:
+        """Hold a tensor that stands in a place."""
+        tensor, what, owner = slot.value, (slot.path, use), slot.owner
+        assert tensor is not None
+        attributes = vars(tensor)
+        if type(attributes.get(_TOKEN)) is not _Token:
+            attributes[_TOKEN] = _Token()
+        token = attributes[_TOKEN]
+        self._storages[id(token)] = tensor.untyped_storage()
+        died = functools.partial(_died, weakref.ref(self), id(token), what)
+        self._tokens.append(watched := weakref.ref(token, died))
+        get_owner: Callable[[], Any] | None = None
+        if is_record(owner) or is_plain_object(owner):
+            with contextlib.suppress(TypeError):  # it has slots, and none for weak references
+                get_owner = weakref.ref(owner)
+        elif id(tensor) in self._kept and isinstance(owner, list | dict | types.CellType):
+            get_owner = functools.partial(_itself, owner)
+        if get_owner is not None:
+            self._places.append((get_owner, slot.key, watched, tensor.data_ptr(), what))
+
+    def change(self) -> tuple[str, Use | None] | None:
+        """Where one stood that has died, has moved, or in whose place another one stands; what reads it."""
+        if self.dead:
+            return self.dead[0]
+        for owner, key, token, address, what in self._places:
+            tensor = _item(owner(), key)
+            if not isinstance(tensor, torch.Tensor) or vars(tensor).get(_TOKEN) is not token():
+                return what
+            if tensor.data_ptr() != address:
+                return what
+        return None
+
+
+def _died(held: Any, token: int, what: tuple[str, Use | None], _: object) -> None:
+    # A weak reference to those who hold: they hold the reference that calls this.
+    if (holder := held()) is not None:
+        holder.dead.append(what)
+        if not holder.replaying:
+            holder._storages.pop(token, None)
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+def _item(owner: Any, key: Any) -> Any:
+    try:
+        return get_item(owner, key)
+    except (KeyError, IndexError, AttributeError, ValueError):
+        return None
 
 
 def _numbers_in(part: Any) -> Iterable[Any]:

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import inspect
+import math
 import numbers
 import random
 import sys
@@ -52,10 +53,19 @@ class Search:
     """What a call can reach: by its arguments, by the function itself, by what else its user names.
 
     That is: what is in containers and objects; parameters, buffers, attributes and gradients of modules; the
-    object of a bound method; what a function closes over, and the globals that it names.
+    object of a bound method; what a function closes over, its defaults, and the globals that it names. It
+    ends after `most` objects.
     """
 
-    def __init__(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], others: Any = ()) -> None:
+    def __init__(
+        self,
+        fn: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        others: Any = (),
+        most: float = math.inf,
+    ) -> None:
+        self._most = most
         self.slots: list[Slot] = []
         self.values: dict[str, Any] = {}
         """Tensors of all kinds and plain values, by path."""
@@ -81,6 +91,8 @@ class Search:
             self.values[path] = value
         if isinstance(value, _VALUES) or id(value) in self._seen or depth > _DEPTH:
             return
+        if len(self._seen) >= self._most:
+            return
         self._seen[id(value)] = value
         self.kinds[path] = type(value).__name__
         if isinstance(value, _SIZED) and not _is_ours(value):
@@ -90,8 +102,9 @@ class Search:
         if isinstance(value, torch.Generator):
             self.generators.append(value)
         elif not isinstance(value, torch.Tensor):
-            for parent, name, suffix, child in _reachable(value):
-                self._visit(path + suffix, child, parent, name, depth + 1)
+            with contextlib.suppress(Exception):  # of its own code, or of a thread that changes it meanwhile
+                for parent, name, suffix, child in _reachable(value):
+                    self._visit(path + suffix, child, parent, name, depth + 1)
         elif value.requires_grad and value.is_leaf:
             self._visit(f"{path}.grad", value.grad, value, "grad", depth)
 
@@ -145,13 +158,19 @@ _OF_MODULES = set(vars(torch.nn.Module()))
 
 
 def _named_by(fn: Any) -> Iterator[tuple[Any, Any, str, Any]]:
-    """What a function closes over, and the globals of its module that it names."""
+    """What a function closes over, its defaults, and the globals of its module that it names."""
     if "__wrapped__" in vars(fn):
         yield (), None, "", fn.__wrapped__
         return
     for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
         with contextlib.suppress(ValueError):  # not assigned yet
             yield cell, "cell_contents", f".{name}", cell.cell_contents
+    defaults = fn.__defaults__ or ()
+    positional = fn.__code__.co_varnames[: fn.__code__.co_argcount]
+    for name, value in zip(positional[len(positional) - len(defaults) :], defaults, strict=True):
+        yield (), None, f".{name}", value
+    for name, value in (fn.__kwdefaults__ or {}).items():
+        yield fn.__kwdefaults__, name, f".{name}", value
     for name in fn.__code__.co_names:
         value = fn.__globals__.get(name, inspect)  # a module, if there is none
         foreign = getattr(value, "__globals__", fn.__globals__) is not fn.__globals__
