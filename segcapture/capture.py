@@ -4,7 +4,7 @@ import enum
 import os
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from segcapture.ambient import Ambient
+from segcapture.arguments import Call
 from segcapture.backends import make_backend
 from segcapture.errors import CaptureFailedError, CaptureStateError
+from segcapture.listener import Listener
 from segcapture.operators.break_on import OperatorBreaks
-from segcapture.recorder import Options, Recorder
+from segcapture.recorder import Options, Recorder, Run
 from segcapture.replay import OperatorStep, Watch
-from segcapture.segments import GraphSegment, Segment
+from segcapture.segments import EagerSegment, GraphSegment, Segment
 from segcapture.thread import state
 
 if TYPE_CHECKING:
@@ -328,9 +330,23 @@ class BreakableCUDAGraphCapture:
         """The memory that this capture owns: of its pool, with all captures that share it."""
         return self._backend.storages(self._segments)
 
+    def eager_calls(self) -> list[Call]:
+        """The calls of eager segments, with the arguments that a replay passes."""
+        return [segment.call for segment in self.segments if isinstance(segment, EagerSegment)]
+
     def warm_up(self) -> AbstractContextManager[None]:
         """Run the block eagerly where a capture would: on the capture stream, ordered both ways."""
         return self._backend.warm_up()
+
+    @contextmanager
+    def observed(self, listener: Listener) -> Iterator[None]:
+        """Run the block eagerly; the listener is told of its breaks, and may watch what it calls."""
+        run = Run(self, self._options, [listener])
+        run.enter()
+        try:
+            yield
+        finally:
+            run.leave()
 
     def exclusive(self) -> AbstractContextManager[None]:
         """For the block: the current stream comes after all replays in this pool, and no thread replays."""

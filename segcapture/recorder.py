@@ -9,7 +9,7 @@ import attrs
 import torch
 
 from segcapture.ambient import Ambient, capture_ambient
-from segcapture.arguments import WAYS_AROUND_AUTOGRAD, Arguments, Call, resolve
+from segcapture.arguments import WAYS_AROUND_AUTOGRAD, Arguments, Call, has_live, resolve
 from segcapture.backends.base import Backend
 from segcapture.errors import CaptureFailedError, CaptureStateError
 from segcapture.listener import Listener
@@ -130,11 +130,12 @@ class Run:
         return self._break(Call(fn, args, kwargs), stub, name, below_autograd)
 
     def _break(self, call: Call, stub: Callable[..., Any] | None, name: str, below_autograd: bool) -> Any:
+        live = has_live(call.args, call.kwargs)
         args, kwargs = resolve(call.args, call.kwargs)
         self.inside_eager = True
         try:
             for listener in self._listeners:
-                listener.break_begins(self._breaks, name, location(), Call(call.fn, args, kwargs))
+                listener.break_begins(self._breaks, name, location(), Call(call.fn, args, kwargs, live))
             out = call.fn(*args, **kwargs)
             for listener in self._listeners:
                 listener.break_ends(self._breaks, flatten(out))

@@ -185,7 +185,7 @@ def test_warm_up_capture_and_replay_are_the_calls(backend):
         runs.append(1)
         return rescale(x) * 2
 
-    g = graphed(backend, double)
+    g = graphed(backend, double, ignore_state=("*.runs",))
     for i in range(6):
         x = backend.tensor(3, seed=i)
         assert torch.equal(g(x), rescale(x) * 2)

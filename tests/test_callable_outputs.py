@@ -251,7 +251,8 @@ def test_a_dict_of_the_functions_own_that_others_change(backend):
 
     g = graphed(backend, f, warmup=0)
     x = backend.tensor(3)
-    g(x)
+    for _ in range(3):  # the first puts it there, the second is observed
+        g(x)
     results["z"] = 1
     assert list(g(x)) == ["y"]
     results.clear()

@@ -5,7 +5,7 @@ import itertools
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import attrs
@@ -15,8 +15,10 @@ from segcapture.callable.inputs import StaticInputs
 from segcapture.callable.outputs import CallOutputs, with_tensors
 from segcapture.callable.signature import Arguments, Request, Words, difference, explain, named, summary, weak
 from segcapture.callable.state import StateBefore, Weights
+from segcapture.callable.watch import HeldTensors, Observation, Watch
 from segcapture.capture import BreakableCUDAGraphCapture
 from segcapture.errors import CaptureFailedError
+from segcapture.inspect.snapshot import Search
 from segcapture.thread import warn
 from segcapture.trees import flatten, tensors_in
 
@@ -26,9 +28,13 @@ _SIGNATURES_PER_CAPTURE = 4  # that are kept for each capture that may be
 _COMPARED = 8  # signatures, those used last, with which a new one is compared
 _A_FEW = 8  # new signatures in a row, none of them called again, that are worth a warning
 
+_MOST_OBJECTS = 20_000  # that the watch walks: about a quarter of a second
+
 _OF_A_CAPTURE = ("mode", "stream", "breaks", "break_on", "capture_error_mode", "generators", "barrier")
 
 Function = Callable[..., Any]
+Around = Callable[..., AbstractContextManager[Any]]
+"""Takes the arguments of a call and the tensors that a replay copies, and gives what the call runs in."""
 
 
 @attrs.frozen
@@ -56,6 +62,7 @@ class CacheEntry:
     words: Words
     why: Callable[[], str]
     capture: BreakableCUDAGraphCapture
+    watch: Watch
     calls: int = 0
     warmups: int = 0
     failure: BaseException | None = None
@@ -64,7 +71,11 @@ class CacheEntry:
     """As they were at capture."""
     objects: Sequence[Any] = ()
     """Weak references to the objects of the signature."""
+    held: HeldTensors | None = None
+    """What its graphs read besides; None where nobody looks."""
     _static: tuple[StaticInputs, CallOutputs] | None = None
+    _moved: bool = False
+    """Whether the call that was captured has moved state that nobody has observed."""
 
     @property
     def captured(self) -> bool:
@@ -72,32 +83,59 @@ class CacheEntry:
         return self._static is not None
 
     def warm_up(
-        self, fn: Function, request: Request, weights: Weights | None
+        self, fn: Function, request: Request, weights: Weights | None, observed: bool
     ) -> tuple[Any, Exception | None]:
         """Run the function eagerly where the capture will; also what would make the capture fail.
 
         `weights` are those of its modules, which it must leave as they are; None if it need not.
         """
         self.warmups += 1
-        problem = None
+        problem: Exception | None = None
+        found: list[Exception] = []
         with self.capture.warm_up():
             if request.padded:
-                inputs, outputs = self._run(fn, request, weights, nullcontext(), False)
+                around = self._observing(fn, request, found, observed)
+                inputs, outputs = self._run(fn, request, weights, around, False)
                 inputs.copy_back(request)
                 out = outputs.collect(request)
             else:
-                state = StateBefore(named(*request.arguments, request.names), request.tensors, weights)
-                out = fn(*request.arguments[0], **request.arguments[1])
+                args, kwargs = request.arguments
+                state = StateBefore(named(args, kwargs, request.names), request.tensors, weights)
+                with self._observing(fn, request, found, observed)(args, kwargs, request.tensors):
+                    out = fn(*args, **kwargs)
                 try:
                     state.check(flatten(out), request.ambient.grad)
                 except CaptureFailedError as error:
                     problem = error
         for tensor in tensors_in(out):
             _used_here(tensor)  # made on the capture stream
-        return out, problem
+        return out, problem or next(iter(found), None)
+
+    def _observing(self, fn: Function, request: Request, found: list[Exception], observed: bool) -> Around:
+        """What a warm-up call runs in: the watch, which adds to `found` what it refuses."""
+
+        @contextmanager
+        def around(
+            args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[torch.Tensor]
+        ) -> Iterator[None]:
+            if not observed:
+                yield
+                return
+            arguments = dict(named(args, kwargs, request.names))
+            seen = Observation(lambda: Search(fn, (), arguments, most=_MOST_OBJECTS), tensors)
+            with self.capture.observed(seen):
+                yield
+            try:
+                self.watch.judge(seen, first=self.warmups == 1)
+            except CaptureFailedError as error:
+                found.append(error)
+
+        return around
 
     def capture_call(self, fn: Function, request: Request, weights: Weights | None, clone: bool) -> Any:
         """Capture the function while it serves a call.
+
+        If there was no warm-up and state has moved, the capture is dropped, and the next call warms up.
 
         Raises:
             CaptureFailedError: it changed what no replay changes again, or what it returned cannot be handed
@@ -105,27 +143,52 @@ class CacheEntry:
         """
         self.capture.reset()
         try:
-            inputs, outputs = self._run(fn, request, weights, self.capture, clone)
+            inputs, outputs = self._run(fn, request, weights, self._capturing(fn, request), clone)
         except BaseException:
             self.capture.reset()
             raise
         inputs.copy_back(request)
         inputs.watched = self.capture.num_eager_breaks > 0
         self._static = inputs, outputs
-        return outputs.collect(request)
+        out = outputs.collect(request)
+        if self._moved:
+            self.warmups += 1
+            self.release()
+        elif weights is not None:
+            # Arguments and what objects among them hold themselves are part of the signature.
+            args, kwargs = with_tensors(request, inputs.tensors)
+            others = [*weights.values, *request.tensors, *tensors_in(args, kwargs)]
+            reach = Search(fn, (), dict(named(args, kwargs, request.names)), most=_MOST_OBJECTS)
+            self.held = self.watch.hold(reach, others, self.capture)
+        return out
+
+    def _capturing(self, fn: Function, request: Request) -> Around:
+        """What a call runs in that is captured: without a mode of ours, so that what it reads is not seen."""
+
+        @contextmanager
+        def around(
+            args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[torch.Tensor]
+        ) -> Iterator[None]:
+            arguments = dict(named(args, kwargs, request.names))
+            seen = Observation(lambda: Search(fn, (), arguments, most=_MOST_OBJECTS), tensors)
+            with self.capture:
+                yield
+            self._moved = self.watch.has_moved(seen)
+
+        return around
 
     def _run(
-        self, fn: Function, request: Request, weights: Weights | None, around: Any, clone: bool
+        self, fn: Function, request: Request, weights: Weights | None, around: Around, clone: bool
     ) -> tuple[StaticInputs, CallOutputs]:
-        """Run the function on static inputs."""
+        """Run the function on static inputs, in the context that `around` makes for the call."""
         inputs = StaticInputs(request)
         args, kwargs = with_tensors(request, inputs.tensors)
         state = StateBefore(named(args, kwargs, request.names), inputs.tensors, weights)
-        with around:
+        with around(args, kwargs, inputs.tensors):
             out = fn(*args, **kwargs)
         state.check(flatten(out), request.ambient.grad)
         inputs.find_written(request)
-        return inputs, CallOutputs(out, inputs, request, self.capture, clone)
+        return inputs, CallOutputs(out, inputs, request, self.capture, clone or self._moved)
 
     def check_free(self, request: Request) -> None:
         """Raise CaptureFailedError if an argument is memory that a replay overwrites."""
@@ -141,6 +204,9 @@ class CacheEntry:
         if inputs.on_host and self.capture.device.type != "cpu":  # the last replay may still read them
             torch.accelerator.current_stream(self.capture.device).synchronize()
         inputs.fill(request)
+        held = self.held
+        if held is not None:
+            held.replaying = True
         try:
             self.capture.replay()
         except BaseException as error:
@@ -149,6 +215,9 @@ class CacheEntry:
             except Exception as trouble:
                 error.add_note(f"segcapture: and then, copying back: {trouble}")
             raise
+        finally:
+            if held is not None:
+                held.replaying = False
         if inputs.watched and (new := inputs.find_newly_written()):
             outputs.check_free(request, new)
         inputs.copy_back(request)
@@ -168,7 +237,7 @@ class CacheEntry:
             with self.capture.exclusive():
                 for tensor in self._static[0].tensors:
                     _used_here(tensor)
-                self._static = None
+                self._static = self.held = None
                 self.capture.reset()
 
     def stats(self) -> SignatureStats:
@@ -212,6 +281,11 @@ class Cache:
     def __iter__(self) -> Iterator[CacheEntry]:
         return iter(self._entries.values())
 
+    def is_done(self) -> bool:
+        """Whether the signature that was called last is captured, or is never to be."""
+        last = next(reversed(self._entries.values()), None)
+        return last is None or last.captured or last.failure is not None
+
     def find(self, key: Hashable) -> CacheEntry | None:
         """The entry of a signature, which counts as used now."""
         self.drop_dead()
@@ -235,7 +309,8 @@ class Cache:
             device=self._options["device"] or (request.device if torch.accelerator.is_available() else None),
             name=f"{self._name} {name}",
         )
-        entry = CacheEntry(name, words, why, capture)
+        watch = Watch(self._name, self._options["warmup"], self._options["ignore_state"])
+        entry = CacheEntry(name, words, why, capture, watch)
         self._entries[request.key] = entry
         died = functools.partial(_append, self._dead, request.key)
         entry.objects = [weak(value, died) for value in request.objects]

@@ -18,9 +18,11 @@ from segcapture.callable.signature import Arguments, Request, RequestReader
 from segcapture.callable.state import Modules
 from segcapture.errors import CaptureFailedError, CaptureStateError
 from segcapture.exclusive import Exclusive
+from segcapture.operators.intercept import Use
 from segcapture.thread import state, warn
 from segcapture.trees import HELD
 
+_FURTHER_WARMUPS = 4  # at most, where state moves in the first ones
 _COUNTED = ("calls", "warmups", "captures", "replays", "eager", "failures")
 _CHOICES = {"on_error": ("raise", "eager"), "weights": ("raise", "recapture", "ignore")}
 
@@ -60,7 +62,13 @@ class GraphedCallable:
     share memory; type and value of everything else (of objects: which one, and its attributes); grad and
     inference mode, autocast, `training` of the modules; and what `key` returns. Layout is what kernels ask
     of strides: the order of dimensions, where there are gaps, and whether rows are aligned. Python values
-    that the function reads elsewhere (globals, a closure) and that change must be in `key`.
+    that the function reads elsewhere (globals, a closure) and that change between calls must be in `key`.
+
+    What the function itself changes by Python alone, no replay changes again. The last warm-up call is
+    observed for that: where a tensor is put in another's place, a number moves or a container grows (in
+    modules, objects, closures, globals, at any depth up to six), the next call is a further warm-up, and if
+    captured code reads what moves in it too, it is refused. What only eager breaks read is not, nor are
+    counters that no operator depends on.
 
     Use it as `GraphedCallable(fn)`, or as a decorator, `@GraphedCallable` or `@GraphedCallable(warmup=1)`,
     of functions and methods (each instance then has its own captures).
@@ -89,7 +97,8 @@ class GraphedCallable:
 
     Args:
         fn: A function, method, `nn.Module` or other callable.
-        warmup: Eager calls of a signature before it is captured.
+        warmup: Eager calls of a signature before it is captured, if no state moves in them. With 0 nothing
+            is observed before the first call is captured; if state moved in it, that capture is dropped.
         pool: Memory to share with other captures. Left out: one pool for all signatures.
         max_captures: Captures to keep; the one that was used least recently goes first.
         bucket: A dimension that is padded up to one of a few sizes.
@@ -98,17 +107,21 @@ class GraphedCallable:
         key: Called with the arguments; returns a hashable that belongs to the signature.
         on_error: `"raise"`, or `"eager"`: a signature that cannot be captured runs eagerly from then on.
             The call whose capture failed runs the function again from its start.
-        weights: What to do when a parameter, buffer or submodule was replaced since the capture (not
-            updated in place): `"raise"`, `"recapture"`, or `"ignore"`, which does not look.
+        weights: What to do when a parameter, buffer or submodule, or another tensor that captured code
+            reads where it is (of a cache, say, or a gradient), was replaced or taken away since the capture
+            (not updated in place): `"raise"`, `"recapture"`, or `"ignore"`, which does not look.
         modules: Modules that the function reads, besides those that are seen in it, its object, its
             closure and its globals.
+        ignore_state: Paths that the function may change by Python alone, as patterns of `fnmatch`:
+            `("*.calls", "step.cache.*")`.
         device: Where to capture. Left out: where the tensors of the call and the modules are.
         name: For messages. Left out: the function's.
         stream, breaks, break_on, capture_error_mode, generators, barrier: As `BreakableCUDAGraphCapture`
             takes them.
 
     Raises:
-        TypeError: `fn` is not callable, or is a coroutine or generator function; `bucket` is none.
+        TypeError: `fn` is not callable, or is a coroutine or generator function; `bucket` is none;
+            `ignore_state` is a string.
         ValueError: an option that is none of the above.
     """
 
@@ -130,6 +143,7 @@ class GraphedCallable:
         on_error: str = "raise",
         weights: str = "raise",
         modules: Sequence[torch.nn.Module] = (),
+        ignore_state: Sequence[str] = (),
         device: torch.device | str | int | None = None,
         name: str | None = None,
         stream: Any = None,
@@ -204,7 +218,9 @@ class GraphedCallable:
         Raises:
             CaptureFailedError: it cannot be captured, with `on_error="raise"`: an argument is a tensor
                 subclass, a conjugate view or has no hash, an argument or output requires grad with grad
-                enabled, the function changes containers among its arguments or replaces weights, an argument
+                enabled, the function changes containers among its arguments or replaces weights, captured
+                code reads what each call changes by Python alone (`path`, `expected` and `found` say where
+                and what; the call itself has run), an argument
                 is memory that the call overwrites, and all that a capture raises. A weight was replaced by
                 others, with `weights="raise"`.
             CaptureStateError: after `invalidate`.
@@ -248,6 +264,10 @@ class GraphedCallable:
                 return self._refuse(error, args, kwargs)
             out = entry.replay(request)
             self._counts["replays"] += 1
+            if entry.held is not None and entry.held.dead and (use := entry.held.dead[0][1]) is not None:
+                raise self._gone(
+                    entry.held.dead[0][0], use
+                )  # meanwhile: later segments have read the old one
             return out
         finally:
             memory.__exit__(None, None, None)
@@ -282,14 +302,34 @@ class GraphedCallable:
             logger.info("%s: %s; %s is captured again", self.name, change, entry.name)
             self._cache.drop(request.key)
             entry = None
+        if entry is not None and entry.held is not None and (gone := entry.held.change()) is not None:
+            self._check_may_capture_again(entry, *gone)
+            self._cache.drop(request.key)
+            entry = None
         if entry is None:
             request.check_can_be_captured()
             entry = self._cache.add(request, self._reader.describe(request))
         return entry
 
+    def _check_may_capture_again(self, entry: CacheEntry, path: str, use: Use | None) -> None:
+        """Raise CaptureFailedError, with `weights="raise"`, for a tensor that graphs read and that went."""
+        if self._options["weights"] == "raise" and use is not None:
+            raise self._gone(path, use)
+        logger.info("%s: the tensor at %s is gone; %s is captured again", self.name, path, entry.name)
+
+    def _gone(self, path: str, use: Use) -> CaptureFailedError:
+        return CaptureFailedError(
+            f"The tensor at `{path}`, which {use} reads, was replaced or taken away after {self.name} was "
+            f"captured. Write into it in place (`copy_`; of gradients, `zero_grad(set_to_none=False)`), call "
+            f"clear(), or pass weights='recapture'.",
+            path=path,
+            operator=use.operator,
+        )
+
     def _first_calls(self, entry: CacheEntry, request: Request) -> Any:
         """Warm up or capture."""
-        warms_up = entry.warmups < self._options["warmup"]
+        kind = entry.watch.next_call(entry.warmups)
+        warms_up = kind != "capture"
         what = "warmups" if warms_up else "captures"
         eager = self._options["on_error"] == "eager"
         self._modules.look()
@@ -298,9 +338,10 @@ class GraphedCallable:
         problem: Exception | None = None
         try:
             if warms_up:
-                out, problem = entry.warm_up(self.fn, request, weights)
+                out, problem = entry.warm_up(self.fn, request, weights, kind == "observed")
             else:
                 out = entry.capture_call(self.fn, request, weights, self._options["clone_outputs"])
+                what = "captures" if entry.captured else "warmups"
         except Exception as error:
             self._counts["failures"] += not warms_up
             # A warm-up is the call itself, but for one on padded copies.
@@ -351,8 +392,10 @@ class GraphedCallable:
                 raise TypeError(f"inputs takes a function that returns a tuple or dict, got {type(given)}")
             args, kwargs = ((), given) if isinstance(given, dict) else (given, {})
             self._cache.latest = None
-            for _ in range(self._options["warmup"] + 1):
+            for _ in range(self._options["warmup"] + 1 + _FURTHER_WARMUPS):
                 self(*args, **kwargs)
+                if self._cache.is_done():
+                    break
 
     def static_arguments(self, /, *args: Any, **kwargs: Any) -> Arguments:
         """The arguments of a call with the static inputs in place of its tensors.
@@ -415,6 +458,8 @@ def _check(fn: Any, options: Mapping[str, Any]) -> None:
         raise TypeError(f"bucket takes a Bucket(sizes=..., dims=...), got {bucket!r}")
     if warmup < 0 or max_captures < 1:
         raise ValueError(f"warmup is from 0 and max_captures from 1, got {warmup} and {max_captures}")
+    if isinstance(options["ignore_state"], str):
+        raise TypeError(f"ignore_state takes a sequence of patterns, got {options['ignore_state']!r}")
     for option, choices in _CHOICES.items():
         if options[option] not in choices:
             known = ", ".join(map(repr, choices))

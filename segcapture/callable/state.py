@@ -91,6 +91,11 @@ class Weights:
     def _now(self) -> list[Any]:
         return [*chain.from_iterable(self._items), *[buffers.get(name) for buffers, name in self._buffers]]
 
+    @property
+    def values(self) -> Sequence[Any]:
+        """All of them."""
+        return self._values
+
     def change(self) -> str | None:
         """What is another object or at another address than at capture, in words; or None."""
         now = self._now()

@@ -21,27 +21,16 @@ from segcapture.errors import CaptureFailedError, CaptureStateError, FrozenValue
 from segcapture.inspect.table import named
 from segcapture.listener import Listener
 from segcapture.operators.composites import names_of, tensor_leaves
-from segcapture.operators.intercept import watching
+from segcapture.operators.intercept import Use, watching
 from segcapture.replay import Watch
 from segcapture.segments import EagerSegment, Segment
 from segcapture.tensors import View, storage_id
-from segcapture.thread import location, warn
+from segcapture.thread import warn
 from segcapture.trees import Place, flatten, references, tensors_in
 
 _COPIES = {"aten::copy_", "aten::_to_copy"}
 _NUMBERS = (int, float, complex)
 _NO_WORK = {"aten::empty", "aten::empty_like", "aten::empty_permuted", "aten::empty_strided", "aten::resize_"}
-
-
-@attrs.frozen
-class Use:
-    """One call of an operator."""
-
-    operator: str
-    place: str = attrs.field(factory=location)
-
-    def __str__(self) -> str:
-        return f"`{self.operator}` at {self.place}"
 
 
 @attrs.define(eq=False)

@@ -3,10 +3,14 @@
 import contextlib
 import functools
 import inspect
+import math
+import numbers
 import random
 import sys
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from enum import Enum
 from typing import Any
 
 import attrs
@@ -17,6 +21,9 @@ from segcapture.trees import PLAIN, children, get_item, set_item
 
 _DEPTH = 6
 _LARGEST_KEPT = 64 * 2**20  # bytes: of larger tensors an even sample is kept
+_MOST_VALUES = 256  # in one container: of a vocabulary nobody wants to know each word
+_VALUES = (*PLAIN, numbers.Number, Enum)
+_SIZED = (list, dict, set, deque)
 
 # As torch.testing.assert_close has them (https://docs.pytorch.org/docs/2.11/testing.html): rtol, atol.
 _TOLERANCES = {
@@ -46,11 +53,26 @@ class Search:
     """What a call can reach: by its arguments, by the function itself, by what else its user names.
 
     That is: what is in containers and objects; parameters, buffers, attributes and gradients of modules; the
-    object of a bound method; what a function closes over, and the globals that it names.
+    object of a bound method; what a function closes over, its defaults, and the globals that it names. It
+    ends after `most` objects.
     """
 
-    def __init__(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], others: Any = ()) -> None:
+    def __init__(
+        self,
+        fn: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        others: Any = (),
+        most: float = math.inf,
+    ) -> None:
+        self._most = most
         self.slots: list[Slot] = []
+        self.values: dict[str, Any] = {}
+        """Tensors of all kinds and plain values, by path."""
+        self.lengths: dict[str, int] = {}
+        """Of containers."""
+        self.kinds: dict[str, str] = {}
+        """Names of the classes of objects."""
         self.generators: list[torch.Generator] = []
         # The objects themselves: the id of one that died could be another one's.
         self._seen: dict[int, Any] = {}
@@ -65,14 +87,24 @@ class Search:
         """Add what can be reached from a value, which stands at a key of its owner."""
         if value is None or is_dense(value):
             self.slots.append(Slot(path, owner, key, value))
-        if isinstance(value, PLAIN) or id(value) in self._seen or depth > _DEPTH:
+        if isinstance(value, (torch.Tensor, *_VALUES)):
+            self.values[path] = value
+        if isinstance(value, _VALUES) or id(value) in self._seen or depth > _DEPTH:
+            return
+        if len(self._seen) >= self._most:
             return
         self._seen[id(value)] = value
+        self.kinds[path] = type(value).__name__
+        if isinstance(value, _SIZED) and not _is_ours(value):
+            self.lengths[path] = len(value)
+            if len(value) > _MOST_VALUES and _has_values_alone(value):
+                return
         if isinstance(value, torch.Generator):
             self.generators.append(value)
         elif not isinstance(value, torch.Tensor):
-            for parent, name, suffix, child in _reachable(value):
-                self._visit(path + suffix, child, parent, name, depth + 1)
+            with contextlib.suppress(Exception):  # of its own code, or of a thread that changes it meanwhile
+                for parent, name, suffix, child in _reachable(value):
+                    self._visit(path + suffix, child, parent, name, depth + 1)
         elif value.requires_grad and value.is_leaf:
             self._visit(f"{path}.grad", value.grad, value, "grad", depth)
 
@@ -88,7 +120,7 @@ def is_dense(value: Any) -> bool:
 
 def _reachable(value: Any) -> Iterator[tuple[Any, Any, str, Any]]:
     """Owner, key, path suffix and value of what an object refers to."""
-    if type(value).__module__.partition(".")[0] == "segcapture":
+    if _is_ours(value):
         return  # a capture, say: what its segments hold is compared segment by segment
     if isinstance(value, torch.nn.Module):
         for name, module in value.named_modules():
@@ -108,21 +140,37 @@ def _reachable(value: Any) -> Iterator[tuple[Any, Any, str, Any]]:
         yield (), None, "", value.__func__
     elif inspect.isfunction(value):
         yield from _named_by(value)
+    elif isinstance(value, deque):
+        yield from (((), None, f"[{i}]", item) for i, item in enumerate(value))
     else:
         yield from ((value, *child) for child in children(value) or ())
+
+
+def _is_ours(value: Any) -> bool:
+    return type(value).__module__.partition(".")[0] == "segcapture"
+
+
+def _has_values_alone(value: Any) -> bool:
+    return all(isinstance(item, _VALUES) for item in (value.values() if isinstance(value, dict) else value))
 
 
 _OF_MODULES = set(vars(torch.nn.Module()))
 
 
 def _named_by(fn: Any) -> Iterator[tuple[Any, Any, str, Any]]:
-    """What a function closes over, and the globals of its module that it names."""
+    """What a function closes over, its defaults, and the globals of its module that it names."""
     if "__wrapped__" in vars(fn):
         yield (), None, "", fn.__wrapped__
         return
     for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
         with contextlib.suppress(ValueError):  # not assigned yet
             yield cell, "cell_contents", f".{name}", cell.cell_contents
+    defaults = fn.__defaults__ or ()
+    positional = fn.__code__.co_varnames[: fn.__code__.co_argcount]
+    for name, value in zip(positional[len(positional) - len(defaults) :], defaults, strict=True):
+        yield (), None, f".{name}", value
+    for name, value in (fn.__kwdefaults__ or {}).items():
+        yield fn.__kwdefaults__, name, f".{name}", value
     for name in fn.__code__.co_names:
         value = fn.__globals__.get(name, inspect)  # a module, if there is none
         foreign = getattr(value, "__globals__", fn.__globals__) is not fn.__globals__

@@ -6,16 +6,29 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import attrs
 import torch
 from torch._C import DispatchKey
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from segcapture.operators.composites import as_called, has_python_body, is_composite
+from segcapture.thread import location
 
 Invoke = Callable[[], Any]
 Watcher = Callable[[Any, tuple[Any, ...], dict[str, Any], Invoke], Any]
 """Takes what is called, its arguments, and a function that makes the call, and returns the result."""
+
+
+@attrs.frozen
+class Use:
+    """One call of an operator."""
+
+    operator: str
+    place: str = attrs.field(factory=location)
+
+    def __str__(self) -> str:
+        return f"`{self.operator}` at {self.place}"
 
 
 @contextmanager

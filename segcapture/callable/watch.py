@@ -1,0 +1,446 @@
+"""The watch: what a call changes that a replay does not change again, and what captured code reads of it."""
+
+import contextlib
+import functools
+import types
+import weakref
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from fnmatch import fnmatchcase
+from itertools import zip_longest
+from typing import Any
+
+import attrs
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from segcapture.arguments import Call
+from segcapture.capture import BreakableCUDAGraphCapture
+from segcapture.errors import CaptureFailedError
+from segcapture.inspect.snapshot import Search, Slot, brief, is_dense
+from segcapture.listener import Listener
+from segcapture.operators.compiled import inside_compiled_region
+from segcapture.operators.composites import names_of, tensor_leaves
+from segcapture.operators.intercept import Invoke, Use, watching
+from segcapture.tensors import View, storage_id
+from segcapture.thread import state
+from segcapture.trees import PLAIN, Place, get_item, is_plain_object, is_record, map_tuples
+
+
+@attrs.frozen(eq=False)
+class Moved:
+    """A place where something else stands after a call than before it."""
+
+    path: str
+    expected: str
+    found: str
+    use: Use | None
+    """The operator of captured code that reads what stood there, or what stands there now."""
+    is_tensor: bool
+    values: tuple[Any, ...]
+    """The numbers, of those that are plain values."""
+    kinds: frozenset[str]
+    """Classes of the objects that it is in."""
+
+
+class Observation(Listener):
+    """One warm-up call: what its captured code calls and reads, and what has moved when it ends.
+
+    Args:
+        reach: Searches all that the function can reach.
+        arguments: The tensors that a replay copies.
+    """
+
+    def __init__(self, reach: Callable[[], Search], arguments: Iterable[torch.Tensor]) -> None:
+        self._reach = reach
+        self._arguments = {id(tensor): tensor for tensor in arguments}
+        # It holds the tensors, so that no other one has their identity.
+        self._before = reach()
+        self._known: dict[int, str] = {}
+        tensors = {path: t for path, t in self._before.values.items() if isinstance(t, torch.Tensor)}
+        for path, tensor in tensors.items():
+            if (storage := _storage(tensor)) is not None:
+                self._known.setdefault(storage, path)
+        self._objects = {id(tensor) for tensor in tensors.values()}
+        self._made: dict[int, StorageWeakRef] = {}
+        self._reads: dict[int, Use] = {}
+        """By the identity of a tensor."""
+        self._reads_of_views: dict[int, tuple[Use, StorageWeakRef]] = {}
+        """By storage, through other tensors than stood anywhere before."""
+        self.trace: list[tuple[Any, ...]] = []
+        """Of each operator of captured code: its name, its plain arguments, its tensors from outside."""
+        self.compiled = False
+        """Whether it went through code that torch.compile would compile."""
+
+    def intercepting(self) -> AbstractContextManager[None]:
+        """Watch the operators of this thread, composite ones whole."""
+        return watching(self._operator, in_parts=False)
+
+    def break_begins(self, index: int, name: str, place: str, call: Call) -> None:
+        """What is passed by itself or in tuples is read: a replay passes it again."""
+        entry: list[Any] = [name]
+        for value in (*call.args, *call.kwargs.values()):
+            for leaf in _leaves_of_tuples(value):
+                if isinstance(leaf, torch.Tensor):
+                    entry.append(self._note_read(leaf, name))
+                elif not call.live:
+                    entry.extend(_plain_leaves(leaf) if isinstance(leaf, PLAIN) else ())
+        self.trace.append(tuple(entry))
+
+    def break_ends(self, index: int, places: list[Place]) -> None:
+        """What it returned is carried on by a replay."""
+        for place in places:
+            if isinstance(place.value, torch.Tensor):
+                self._note_made(place.value)
+
+    def _note_made(self, tensor: torch.Tensor) -> None:
+        storage = _storage(tensor)
+        if storage is not None and storage not in self._known:
+            self._made[storage] = StorageWeakRef(tensor.untyped_storage())
+
+    def _note_read(self, tensor: torch.Tensor, name: str) -> str:
+        """Note what is read that a replay does not make; return where it stood, or an empty string."""
+        storage = _storage(tensor)
+        if storage is None or storage in self._made:
+            return ""
+        if id(tensor) not in self._reads:
+            self._reads[id(tensor)] = Use(name)
+        if id(tensor) not in self._objects and storage not in self._reads_of_views:
+            self._reads_of_views[storage] = Use(name), StorageWeakRef(tensor.untyped_storage())
+        return self._known.get(storage, "?")
+
+    def _operator(self, func: Any, args: Any, kwargs: Any, call: Invoke) -> Any:
+        if state.run.inside_eager:
+            return call()
+        self.compiled = self.compiled or inside_compiled_region()
+        name = names_of(func)[0]
+        given = tensor_leaves(args, kwargs)
+        entry: list[Any] = [name, *_plain_leaves(args, kwargs)]
+        for tensor in given:
+            entry.append(tuple(tensor.shape))
+            if name != "aten::lift_fresh":  # a number that becomes a tensor comes with its memory
+                entry.append(self._note_read(tensor, name))
+        self.trace.append(tuple(entry))
+        out = call()
+        passed = {_storage(tensor) for tensor in given} if name != "aten::lift_fresh" else set()
+        for tensor in tensor_leaves(out):
+            if _storage(tensor) not in passed:
+                self._note_made(tensor)
+        return out
+
+    def finish(self, ignored: Sequence[str], *, whoever_reads: bool = False) -> dict[str, Moved]:
+        """What has moved, by path; of tensors those that captured code reads."""
+        before, after = self._before, self._reach()
+        kinds = before.kinds | after.kinds
+        found = {}
+        for path, length in after.lengths.items():
+            old_length = before.lengths.get(path, length)
+            if old_length != length and not _is_ignored(path, ignored):
+                words, both = f"{old_length} items", (old_length, length)
+                found[path] = Moved(path, words, f"{length} items", None, False, both, _above(path, kinds))
+        grown = tuple(f"{path}[" for path in found)
+        for path in {**before.values, **after.values}:
+            old, new = before.values.get(path), after.values.get(path)
+            if old is new or _is_ignored(path, ignored):
+                continue
+            if isinstance(old, torch.Tensor) or isinstance(new, torch.Tensor) or not path.startswith(grown):
+                moved = self._moved(path, old, new, kinds, whoever_reads)
+                if moved is not None:
+                    found[path] = moved
+        return found
+
+    def _moved(
+        self, path: str, old: Any, new: Any, kinds: Mapping[str, str], whoever_reads: bool
+    ) -> Moved | None:
+        tensors = [value for value in (old, new) if isinstance(value, torch.Tensor)]
+        use = None
+        if not tensors:
+            if type(old) is type(new) and (old == new or old != old):
+                return None
+        elif len(tensors) == 2 and _same_memory(old, new):
+            return None
+        elif isinstance(old, torch.Tensor):
+            uses = [self._use_of(old), None if id(new) in self._arguments else self._use_of(new)]
+            use = uses[0] or uses[1]
+            if use is None and not whoever_reads:
+                return None
+        expected, shown = ("a tensor, " + str(View.of(v)) if is_dense(v) else brief(v) for v in (old, new))
+        values = () if tensors else (old, new)
+        return Moved(path, expected, shown, use, bool(tensors), values, _above(path, kinds))
+
+    def _use_of(self, value: Any) -> Use | None:
+        """By which operator captured code reads a tensor that a replay does not make."""
+        if not isinstance(value, torch.Tensor):
+            return None
+        storage = _storage(value)
+        if storage is None:
+            return Use("unknown")  # of what is no strided memory nothing can be told
+        if storage in self._made:
+            return None
+        view = self._reads_of_views.get(storage)
+        return self._reads.get(id(value)) or (view and view[0])
+
+    def reads(self) -> dict[str, Use]:
+        """Where the tensors stood that captured code reads."""
+        uses = {path: self._use_of(value) for path, value in self._before.values.items()}
+        return {path: use for path, use in uses.items() if use is not None}
+
+
+def _storage(tensor: torch.Tensor) -> int | None:
+    try:
+        return storage_id(tensor)
+    except (RuntimeError, NotImplementedError):  # sparse, say
+        return None
+
+
+def _same_memory(old: torch.Tensor, new: torch.Tensor) -> bool:
+    """Whether two tensors that are alive are one to a graph: what it reads of one, it reads of the other."""
+    return is_dense(old) and is_dense(new) and old.numel() > 0 and View.of(old) == View.of(new)
+
+
+def _leaves_of_tuples(value: Any) -> list[Any]:
+    leaves: list[Any] = []
+    map_tuples(value, leaves.append)
+    return leaves
+
+
+def _plain_leaves(*trees: Any) -> Iterable[Any]:
+    """Plain arguments of an operator, in order; of other objects their classes."""
+    for tree in trees:
+        if isinstance(tree, tuple | list):
+            yield from _plain_leaves(*tree)
+        elif isinstance(tree, dict):
+            yield from _plain_leaves(*tree.values())
+        elif not isinstance(tree, torch.Tensor):
+            yield (
+                (type(tree), repr(tree) if isinstance(tree, float) else tree)
+                if isinstance(tree, PLAIN)
+                else type(tree)
+            )
+
+
+def _is_ignored(path: str, patterns: Sequence[str]) -> bool:
+    """Whether a pattern matches a path, or what it is in."""
+    return any(
+        path == pattern or any(fnmatchcase(path, pattern + inside) for inside in ("", ".*", "[[]*"))
+        for pattern in patterns
+    )
+
+
+def _above(path: str, kinds: Mapping[str, str]) -> frozenset[str]:
+    return frozenset(kind for above, kind in kinds.items() if path.startswith(above))
+
+
+class Watch:
+    """What the observed warm-up calls of one signature have found."""
+
+    def __init__(self, name: str, warmup: int, ignored: Sequence[str]) -> None:
+        self._name, self._warmup, self.ignored = name, warmup, ignored
+        self._settled = warmup == 0
+        self._plain = self._compiled = False
+        self._last: tuple[dict[str, Moved], list[tuple[Any, ...]], bool] | None = None
+        self._reads: dict[str, Use] | None = None
+
+    def next_call(self, warmups: int) -> str:
+        """What the next call is: `warm-up`, `observed` or `capture`."""
+        if warmups + 1 < self._warmup or (self._settled and self._compiled and not self._plain):
+            self._plain = True  # it compiles what is to be compiled
+            return "warm-up"
+        return "capture" if self._settled else "observed"
+
+    def has_moved(self, captured: Observation) -> bool:
+        """Whether a call that was captured has moved what it must not. Then the next one is observed again.
+
+        That is what captured code reads; if no call was observed, so that nobody knows it, all.
+        """
+        moved = captured.finish(self.ignored, whoever_reads=True)
+        if self._reads is not None:
+            moved = {path: place for path, place in moved.items() if place.is_tensor and path in self._reads}
+        if moved:
+            self._settled = False
+        return bool(moved)
+
+    def hold(self, reach: Search, others: Iterable[Any], capture: BreakableCUDAGraphCapture) -> "HeldTensors":
+        """Hold what the graphs read of all that can be reached now, but for what others look after."""
+        known = {id(value) for value in others}
+        calls = capture.eager_calls()
+        passed = [leaf for call in calls for leaf in _leaves_of_tuples((*call.args, *call.kwargs.values()))]
+        held = HeldTensors({id(leaf) for leaf in passed if isinstance(leaf, torch.Tensor)})
+        for slot in reach.slots:
+            if slot.value is None or id(slot.value) in known or _is_ignored(slot.path, self.ignored):
+                continue
+            if self._reads is None or slot.path in self._reads:
+                held.add(slot, None if self._reads is None else self._reads[slot.path])
+        return held
+
+    def judge(self, seen: Observation, first: bool) -> None:
+        """Compare an observed call with the one observed before it.
+
+        One call that moves something may set up what stays: the next one decides.
+
+        Raises:
+            CaptureFailedError: captured code reads what each call moves by Python alone.
+        """
+        moved, trace = seen.finish(self.ignored), seen.trace
+        self._reads = seen.reads()
+        self._compiled |= seen.compiled
+        last, self._last = self._last, (moved, trace, first)
+        if not moved or self._settled:
+            self._settled = True
+            return
+        if last is None:
+            return
+        before, old, was_first = last
+        for path, place in moved.items():
+            if place.is_tensor and path in before and before[path].is_tensor:
+                raise self._refused([place])
+        if old == trace:
+            self._settled = True
+        elif not was_first:
+            raise self._refused(self._suspects(list(moved.values()), old, trace))
+
+    @staticmethod
+    def _suspects(moved: list[Moved], old: list[tuple[Any, ...]], new: list[tuple[Any, ...]]) -> list[Moved]:
+        """Those of the places, the likeliest first, that may be why two calls differ."""
+        differ = next((pair for pair in zip_longest(old, new, fillvalue=()) if pair[0] != pair[1]), ((), ()))
+        taken = {str(v) for entry in differ for part in entry for v in _numbers_in(part)}
+        return sorted(
+            moved, key=lambda place: (place.is_tensor, not any(str(value) in taken for value in place.values))
+        )
+
+    def _refused(self, places: list[Moved]) -> CaptureFailedError:
+        place = places[0]
+        if place.expected == "None":
+            return CaptureFailedError(
+                f"Each call of {self._name} puts {place.found} at `{place.path}`, where there was none "
+                f"again, and a replay writes into the one that the capture has put there. {_advice(place)}",
+                path=place.path,
+                expected=place.expected,
+                found=place.found,
+            )
+        others = f" (or one of {', '.join(f'`{p.path}`' for p in places[1:4])})" if places[1:] else ""
+        reads = f"{place.use} reads it" if place.use is not None else "what captured code computes with moves"
+        return CaptureFailedError(
+            f"Each call of {self._name} changes `{place.path}`{others} by Python alone, from "
+            f"{place.expected} to {place.found}, and {reads}: a replay does not change it again, so that the "
+            f"result would be stale. {_advice(place)}",
+            path=place.path,
+            expected=place.expected,
+            found=place.found,
+            operator=place.use.operator if place.use is not None else "",
+        )
+
+
+class _Token:
+    """Stands in the `__dict__` of a tensor, and dies with it.
+
+    A weak reference on the tensor itself would make `torch.utils.swap_tensors` fail.
+    """
+
+    def __reduce__(self) -> Any:
+        return dict, ()  # a copy of the tensor is another tensor
+
+
+_TOKEN = "_segcapture_token"
+
+
+class HeldTensors:
+    """Tensors that graphs read where they are: their memory, for as long as they live.
+
+    Args:
+        kept: Identities of tensors that the capture keeps itself, so that they do not die.
+    """
+
+    def __init__(self, kept: Container[int]) -> None:
+        self._kept = kept
+        self._storages: dict[int, torch.UntypedStorage] = {}
+        self._tokens: list[Any] = []
+        self._places: list[tuple[Callable[[], Any], Any, Any, int, tuple[str, Use | None]]] = []
+        self.dead: list[tuple[str, Use | None]] = []
+        """Where tensors stood that have died, and what reads them."""
+        self.replaying = False
+        """Whether the graphs that read them run now: no memory goes meanwhile."""
+
+    def add(self, slot: Slot, use: Use | None) -> None:
+        """Hold a tensor that stands in a place."""
+        tensor, what, owner = slot.value, (slot.path, use), slot.owner
+        assert tensor is not None
+        attributes = vars(tensor)
+        if type(attributes.get(_TOKEN)) is not _Token:
+            attributes[_TOKEN] = _Token()
+        token = attributes[_TOKEN]
+        self._storages[id(token)] = tensor.untyped_storage()
+        died = functools.partial(_died, weakref.ref(self), id(token), what)
+        self._tokens.append(watched := weakref.ref(token, died))
+        get_owner: Callable[[], Any] | None = None
+        if is_record(owner) or is_plain_object(owner):
+            with contextlib.suppress(TypeError):  # it has slots, and none for weak references
+                get_owner = weakref.ref(owner)
+        elif id(tensor) in self._kept and isinstance(owner, list | dict | types.CellType):
+            get_owner = functools.partial(_itself, owner)
+        if get_owner is not None:
+            self._places.append((get_owner, slot.key, watched, tensor.data_ptr(), what))
+
+    def change(self) -> tuple[str, Use | None] | None:
+        """Where one stood that has died, has moved, or in whose place another one stands; what reads it."""
+        if self.dead:
+            return self.dead[0]
+        for owner, key, token, address, what in self._places:
+            tensor = _item(owner(), key)
+            if not isinstance(tensor, torch.Tensor) or vars(tensor).get(_TOKEN) is not token():
+                return what
+            if tensor.data_ptr() != address:
+                return what
+        return None
+
+
+def _died(held: Any, token: int, what: tuple[str, Use | None], _: object) -> None:
+    # A weak reference to those who hold: they hold the reference that calls this.
+    if (holder := held()) is not None:
+        holder.dead.append(what)
+        if not holder.replaying:
+            holder._storages.pop(token, None)
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+def _item(owner: Any, key: Any) -> Any:
+    try:
+        return get_item(owner, key)
+    except (KeyError, IndexError, AttributeError, ValueError):
+        return None
+
+
+def _numbers_in(part: Any) -> Iterable[Any]:
+    if isinstance(part, tuple):
+        for item in part:
+            yield from _numbers_in(item)
+    elif not isinstance(part, type):
+        yield part
+
+
+def _advice(place: Moved) -> str:
+    if any(kind in ("DynamicCache", "DynamicLayer", "EncoderDecoderCache") for kind in place.kinds):
+        return "Use a `StaticCache` of transformers, which writes in place, for this one, which grows."
+    if any("SlidingWindow" in kind for kind in place.kinds):
+        return (
+            "A sliding-window layer of transformers counts in Python: use layers of full attention "
+            "(`layer_types` or `sliding_window=None` in the configuration), or read it in a break."
+        )
+    if place.path.endswith(".grad"):
+        return (
+            "Keep gradients where they are: `zero_grad(set_to_none=False)`; or do the whole step, "
+            "zero_grad() and the optimizer's step() too, in the function."
+        )
+    if place.is_tensor:
+        return (
+            "Write in place (`copy_`, `add_`), pass it in and return it, or change and read it in a function "
+            "marked `@eager_break_during_capture`."
+        )
+    return (
+        "Make it a tensor that is written in place, pass it in, read it in a function marked "
+        "`@eager_break_during_capture`, or put it into `key=`. If no result depends on it: "
+        f'`ignore_state=("*.{place.path.rpartition(".")[2]}",)`.'
+    )
