@@ -83,9 +83,9 @@ class GraphedCallable:
 
     Limits:
 
-    * Python runs at capture alone. State must be changed in place. What the watch cannot see is stale without an
-      error: state deeper than six levels, in C extensions and files, the time, and a number that the function
-      reads, turns into another one and only then passes to an operator, where it changes between calls.
+    * Python runs at capture alone. State must be changed in place. What the watch cannot see is stale without
+      an error: state deeper than six levels, in C extensions and files, the time, and a number that changes
+      between calls and is turned into another one before it reaches an operator.
     * An argument must not share memory with what the function reads or writes elsewhere: it is copied.
     * A write of a kernel that torch does not know is found by values at capture, so one of the same values
       is missed.
