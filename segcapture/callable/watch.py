@@ -26,6 +26,7 @@ from segcapture.tensors import View, storage_id
 from segcapture.thread import state
 from segcapture.trees import PLAIN, Place, get_item, is_plain_object, is_record, map_tuples
 
+_MOST_WALKED = 20_000  # objects, in walks at breaks: about a quarter of a second
 # Under inference mode composite operators come whole: `item`, `to`.
 _HOST_READS = {
     f"aten::{name}"
@@ -86,6 +87,7 @@ class Moved:
     break_use: Use | None
     """The operator of a break that does, where a replay does not make what stands there now."""
     is_tensor: bool
+    was_tensor: bool
     values: tuple[Any, ...]
     """The numbers, of those that are plain values."""
     kinds: Mapping[str, str]
@@ -98,7 +100,8 @@ class Observation(Listener):
     Args:
         reach: Searches all that the function can reach.
         arguments: The tensors that a replay copies.
-        suspects: Paths of which it is told whether captured code moves them, or breaks.
+        suspects: Paths of which it is told whether captured code moves them, or breaks. Left out: all, for
+            as long as that takes no more than `_MOST_WALKED` steps.
     """
 
     def __init__(
@@ -128,7 +131,7 @@ class Observation(Listener):
         self.moved_between: set[str] = set()
         """The suspects that captured code has moved."""
         self.moved_in_breaks: set[str] = set()
-        self._at = self._before
+        self._at, self._walked = self._before, 0
         self._made_in_breaks: dict[int, StorageWeakRef] = {}
         self._escaped: dict[int, Use] = {}
         """What a break has made and not returned, and captured code reads."""
@@ -155,10 +158,11 @@ class Observation(Listener):
 
     def _look(self, moved: set[str]) -> None:
         """Note which suspects have moved since this was called before."""
-        if not self._suspects:
+        if not self._suspects and self._walked > _MOST_WALKED:
             return
         before, self._at = self._at, self._reach()
-        for path in self._suspects:
+        self._walked += len(self._at.kinds)
+        for path in self._suspects or {**before.values, **self._at.values, **self._at.lengths}:
             values = before.values.get(path), self._at.values.get(path)
             if not _same(*values) or before.lengths.get(path) != self._at.lengths.get(path):
                 moved.add(path)
@@ -240,7 +244,7 @@ class Observation(Listener):
             old_length = before.lengths.get(path, length)
             if old_length != length and not _is_ignored(path, ignored):
                 words, both = f"{old_length} items", (old_length, length)
-                found[path] = Moved(path, words, f"{length} items", None, None, False, both, kinds)
+                found[path] = Moved(path, words, f"{length} items", None, None, False, False, both, kinds)
         grown = tuple(f"{path}[" for path in found)
         for path in {**before.values, **after.values}:
             old, new = before.values.get(path), after.values.get(path)
@@ -250,9 +254,15 @@ class Observation(Listener):
                 moved = self._moved(path, old, new, kinds, whoever_reads)
                 if moved is not None:
                     found[path] = moved
+        for path in self.moved_between & self.moved_in_breaks - found.keys():
+            # It may stand again where it stood; each of the two has seen what the other did.
+            value = after.values.get(path)
+            if not _is_ignored(path, ignored) and not path.startswith(grown):
+                tensor, text = isinstance(value, torch.Tensor), f"{brief(value)}, in breaks and between them"
+                found[path] = Moved(path, brief(value), text, None, None, tensor, tensor, (value,), kinds)
         for storage, use in self._escaped.items():
             made = f"a tensor that a break has made ({self._place_of(storage, after)})"
-            found[made] = Moved(made, "another one", "this one", use, None, True, (), kinds)
+            found[made] = Moved(made, "another one", "this one", use, None, True, True, (), kinds)
         return found
 
     @staticmethod
@@ -273,14 +283,17 @@ class Observation(Listener):
             uses = [self._use_of(old), None if id(new) in self._arguments else self._use_of(new)]
             use = uses[0] or uses[1]
             storages = [_storage(tensor) for tensor in tensors]
+            found = (self._reads_in_breaks.get(storage) for storage in storages if storage is not None)
+            read_in_break = next(filter(None, found), None)
             if storages[-1] not in self._made:  # what captured code makes, a replay makes there again
-                found = (self._reads_in_breaks.get(storage) for storage in storages if storage is not None)
-                break_use = next(filter(None, found), None)
-            if use is None and break_use is None and not whoever_reads:
+                break_use = read_in_break
+            if use is None and read_in_break is None and not whoever_reads:
                 return None
         expected, shown = ("a tensor, " + str(View.of(v)) if is_dense(v) else brief(v) for v in (old, new))
         values = () if tensors else (old, new)
-        return Moved(path, expected, shown, use, break_use, bool(tensors), values, kinds)
+        return Moved(
+            path, expected, shown, use, break_use, bool(tensors), isinstance(old, torch.Tensor), values, kinds
+        )
 
     def _use_of(self, value: Any) -> Use | None:
         """By which operator captured code reads a tensor that a replay does not make."""
@@ -414,7 +427,11 @@ class Watch:
         between = seen.moved_between
         for path, place in moved.items():
             again = path in before and before[path].is_tensor
-            if place.is_tensor and again and (place.use is not None or path in between):
+            if not (place.is_tensor and again):
+                continue
+            # A place that both move goes, in a replay, from break to break alone.
+            by_hand = place.break_use is not None or path in seen.moved_in_breaks or not place.was_tensor
+            if place.use is not None or (path in between and by_hand):
                 raise self._refused([place])
         read = [
             place
@@ -511,7 +528,8 @@ class HeldTensors:
         self._kept = kept
         self._storages: dict[int, torch.UntypedStorage] = {}
         self._tokens: list[Any] = []
-        self._places: list[tuple[Callable[[], Any], Any, Any, int, tuple[str, Use | None]]] = []
+        self._attributes: list[tuple[weakref.ref[Any], str, int, int, tuple[str, Use | None]]] = []
+        self._items: list[tuple[Any, Any, int, int, tuple[str, Use | None]]] = []
         self.dead: list[tuple[str, Use | None]] = []
         """Where tensors stood that have died, and what reads them."""
         self.replaying = False
@@ -527,25 +545,26 @@ class HeldTensors:
         token = attributes[_TOKEN]
         self._storages[id(token)] = tensor.untyped_storage()
         died = functools.partial(_died, weakref.ref(self), id(token), what)
-        self._tokens.append(watched := weakref.ref(token, died))
-        get_owner: Callable[[], Any] | None = None
+        self._tokens.append(weakref.ref(token, died))
+        place = slot.key, id(tensor), tensor.data_ptr(), what
         if is_record(owner) or is_plain_object(owner):
             with contextlib.suppress(TypeError):  # it has slots, and none for weak references
-                get_owner = weakref.ref(owner)
+                self._attributes.append((weakref.ref(owner), *place))
         elif id(tensor) in self._kept and isinstance(owner, list | dict | types.CellType):
-            get_owner = functools.partial(_itself, owner)
-        if get_owner is not None:
-            self._places.append((get_owner, slot.key, watched, tensor.data_ptr(), what))
+            self._items.append((owner, *place))
 
     def change(self) -> tuple[str, Use | None] | None:
         """Where one stood that has died, has moved, or in whose place another one stands; what reads it."""
         if self.dead:
             return self.dead[0]
-        for owner, key, token, address, what in self._places:
-            tensor = _item(owner(), key)
-            if not isinstance(tensor, torch.Tensor) or vars(tensor).get(_TOKEN) is not token():
+        # None has died, so that no other one has its identity.
+        for owner, key, identity, address, what in self._attributes:
+            tensor = getattr(owner(), key, None)
+            if id(tensor) != identity or tensor.data_ptr() != address:  # type: ignore[union-attr]
                 return what
-            if tensor.data_ptr() != address:
+        for holder, key, identity, address, what in self._items:
+            tensor = _item(holder, key)
+            if id(tensor) != identity or tensor.data_ptr() != address:
                 return what
         return None
 
@@ -556,10 +575,6 @@ def _died(held: Any, token: int, what: tuple[str, Use | None], _: object) -> Non
         holder.dead.append(what)
         if not holder.replaying:
             holder._storages.pop(token, None)
-
-
-def _itself(value: Any) -> Any:
-    return value
 
 
 def _item(owner: Any, key: Any) -> Any:
