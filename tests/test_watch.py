@@ -1,6 +1,7 @@
 """State that a replay does not carry: a served function is refused, or right, and never stale."""
 
 import copy
+import os
 import warnings
 from collections import deque
 
@@ -12,6 +13,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from segcapture import CaptureFailedError, eager_break_during_capture, is_capturing
 from tests.conftest import assert_same
 from tests.served import Nested, graphed, state_of
+from tests.state_programs import StateProgram, outcome
+
+EXAMPLES = int(os.environ.get("SEGCAPTURE_EXAMPLES", "60"))
 
 WARMUPS = pytest.mark.parametrize("warmup", [0, 1, 2])
 
@@ -260,6 +264,48 @@ def counted_in_a_break(device):
     return (torch.ones(1, device=device),), {}, run
 
 
+def read_in_a_break(device):
+    """A counter of captured code, which no replay moves, and a break that reads it."""
+    place = Nested(step=0)
+
+    @eager_break_during_capture
+    def scaled(x):
+        return x * (1 + place.step * 2)
+
+    def run(x):
+        place.step += 1
+        return scaled(x * 1) + 1
+
+    return (torch.ones(1, device=device),), {}, run
+
+
+def swapped_for_a_break(device):
+    """Two tensors that captured code swaps, of which a break reads one."""
+    place = Nested(a=torch.ones(1, device=device), b=torch.zeros(1, device=device))
+
+    @eager_break_during_capture
+    def add(x):
+        return x + place.a
+
+    def run(x):
+        place.a, place.b = place.b, place.a
+        return add(x * 1) * 2
+
+    return (torch.ones(1, device=device),), {}, run
+
+
+def passed_to_a_break(device):
+    """A number that a break counts, and that captured code passes to it."""
+    place = Nested(step=0)
+
+    @eager_break_during_capture
+    def count(x, step):
+        place.step += 1
+        return x + step
+
+    return (torch.ones(1, device=device),), {}, lambda x: count(x * 1, place.step) * 2
+
+
 STALE = [
     (grown, "cache.layers[0].k"),
     (by_keyword, "cache.layers[0].k"),
@@ -277,6 +323,9 @@ STALE = [
     (window, "run.kept[0]"),
     (side_door, "run.place.h"),
     (counted_in_a_break, "run.count.place.n"),
+    (read_in_a_break, "run.place.step"),
+    (swapped_for_a_break, "run.add.place.a"),
+    (passed_to_a_break, "<lambda>.count.place.step"),
 ]
 
 
@@ -389,8 +438,26 @@ def same_memory(device):
     return (torch.ones(1, device=device),), {}, run
 
 
+def counts_beside_a_host_read(device):
+    """A counter that nothing reads, and a break whose operators take what it reads on the host."""
+    place = Nested(calls=0, x=torch.ones(3, device=device))
+
+    @eager_break_during_capture
+    def rescale(h):
+        place.x.mul_(1.5)
+        return h / float(place.x.max())
+
+    def run(x):
+        place.calls += 1
+        return rescale(x * 2) + 1
+
+    return (torch.ones(1, device=device),), {}, run
+
+
 @WARMUPS
-@pytest.mark.parametrize("make", [in_place, in_breaks, only_counts, settles, same_memory])
+@pytest.mark.parametrize(
+    "make", [in_place, in_breaks, only_counts, counts_beside_a_host_read, settles, same_memory]
+)
 @torch.no_grad()
 def test_what_a_replay_carries_is_served(backend, make, warmup):
     """State in place, state of breaks, counters that nobody reads, what settles."""
@@ -561,6 +628,20 @@ def test_large_tables_of_values_are_not_walked(backend):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         check_served(backend, lambda device: ((torch.ones(2, device=device),), {}, run))
+
+
+@pytest.mark.parametrize("safe", [False, True])
+def test_random_programs_with_state(backend, safe):
+    """Never a wrong value; and no refusal where all state is written in place or belongs to breaks."""
+    served = refused = 0
+    for seed in range(EXAMPLES):
+        text = outcome(seed, safe, backend.device, backend.mode)
+        assert not text.startswith("wrong"), f"{seed}: {text}\n{StateProgram(seed, safe)}"
+        assert text.startswith("right") or not safe, f"{seed}: {text}\n{StateProgram(seed, safe)}"
+        served += text.startswith("right") and not text.endswith(" 0 replays")
+        refused += not text.startswith("right")
+    assert served > EXAMPLES // 6
+    assert safe or refused > EXAMPLES // 3
 
 
 # After the capture

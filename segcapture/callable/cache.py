@@ -122,7 +122,8 @@ class CacheEntry:
                 yield
                 return
             arguments = dict(named(args, kwargs, request.names))
-            seen = Observation(lambda: Search(fn, (), arguments, most=_MOST_OBJECTS), tensors)
+            reach = functools.partial(Search, fn, (), arguments, most=_MOST_OBJECTS)
+            seen = Observation(reach, tensors, self.watch.suspects)
             with self.capture.observed(seen):
                 yield
             try:

@@ -67,8 +67,8 @@ class GraphedCallable:
     What the function itself changes by Python alone, no replay changes again. The last warm-up call is
     observed for that: where a tensor is put in another's place, a number moves or a container grows (in
     modules, objects, closures, globals, at any depth up to six), the next call is a further warm-up, and if
-    captured code reads what moves in it too, it is refused. What only eager breaks read is not, nor are
-    counters that no operator depends on.
+    captured code reads what moves in it too, or breaks read what captured code moves, it is refused. State
+    that breaks alone change and read is not, nor are counters that no operator depends on.
 
     Use it as `GraphedCallable(fn)`, or as a decorator, `@GraphedCallable` or `@GraphedCallable(warmup=1)`,
     of functions and methods (each instance then has its own captures).

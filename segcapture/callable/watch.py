@@ -4,7 +4,7 @@ import contextlib
 import functools
 import types
 import weakref
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from fnmatch import fnmatchcase
 from itertools import zip_longest
@@ -26,6 +26,54 @@ from segcapture.tensors import View, storage_id
 from segcapture.thread import state
 from segcapture.trees import PLAIN, Place, get_item, is_plain_object, is_record, map_tuples
 
+_MOST_WALKED = 20_000  # objects, in walks at breaks: about a quarter of a second
+# Under inference mode composite operators come whole: `item`, `to`.
+_HOST_READS = {
+    f"aten::{name}"
+    for name in (
+        *("_local_scalar_dense", "item", "is_nonzero", "equal", "allclose", "nonzero", "masked_select"),
+        *("_unique2", "unique_dim", "repeat_interleave", "_to_copy", "copy_", "to"),
+    )
+}
+
+
+class BreakTrace:
+    """What a break calls: operators, where the tensors stand that they are given, and plain arguments."""
+
+    def __init__(self) -> None:
+        self._entries: list[tuple[str, list[str], list[Any]]] = []
+        self._reads_values = False
+
+    def add(self, name: str, places: list[str], plain: list[Any]) -> None:
+        """An operator that is called."""
+        self._reads_values |= name in _HOST_READS
+        self._entries.append((name, places, plain))
+
+    def depends_on(
+        self, values: Sequence[Any], last: "BreakTrace", last_values: Sequence[Any], *, own_state: bool
+    ) -> bool:
+        """Whether it may differ from the one of the last call because a number was another one then.
+
+        Where breaks read values of tensors, or have state of their own (`own_state`), calls may differ for
+        the sake of that: then only the number itself tells.
+        """
+        from_tensors = own_state or self._reads_values or last._reads_values
+        for (name, places, plain), (old_name, old_places, old_plain) in zip(
+            self._entries, last._entries, strict=False
+        ):
+            if name != old_name:
+                return not from_tensors
+            if (places != old_places or plain != old_plain) and not from_tensors:
+                return True
+            for new, old in zip(plain, old_plain, strict=False):
+                if new != old and _is_one_of(new, values) and _is_one_of(old, last_values):
+                    return True
+        return len(self._entries) != len(last._entries) and not from_tensors
+
+
+def _is_one_of(leaf: Any, values: Sequence[Any]) -> bool:
+    return isinstance(leaf, tuple) and any(str(value) == str(leaf[1]) for value in values)
+
 
 @attrs.frozen(eq=False)
 class Moved:
@@ -36,11 +84,14 @@ class Moved:
     found: str
     use: Use | None
     """The operator of captured code that reads what stood there, or what stands there now."""
+    break_use: Use | None
+    """The operator of a break that does, where a replay does not make what stands there now."""
     is_tensor: bool
+    was_tensor: bool
     values: tuple[Any, ...]
     """The numbers, of those that are plain values."""
-    kinds: frozenset[str]
-    """Classes of the objects that it is in."""
+    kinds: Mapping[str, str]
+    """Names of the classes of all objects, by path."""
 
 
 class Observation(Listener):
@@ -49,10 +100,17 @@ class Observation(Listener):
     Args:
         reach: Searches all that the function can reach.
         arguments: The tensors that a replay copies.
+        suspects: Paths of which it is told whether captured code moves them, or breaks. Left out: all, for
+            as long as that takes no more than `_MOST_WALKED` steps.
     """
 
-    def __init__(self, reach: Callable[[], Search], arguments: Iterable[torch.Tensor]) -> None:
-        self._reach = reach
+    def __init__(
+        self,
+        reach: Callable[[], Search],
+        arguments: Iterable[torch.Tensor],
+        suspects: Collection[str] = (),
+    ) -> None:
+        self._reach, self._suspects = reach, suspects
         self._arguments = {id(tensor): tensor for tensor in arguments}
         # It holds the tensors, so that no other one has their identity.
         self._before = reach()
@@ -69,6 +127,15 @@ class Observation(Listener):
         """By storage, through other tensors than stood anywhere before."""
         self.trace: list[tuple[Any, ...]] = []
         """Of each operator of captured code: its name, its plain arguments, its tensors from outside."""
+        self.breaks: list[BreakTrace] = []
+        self.moved_between: set[str] = set()
+        """The suspects that captured code has moved."""
+        self.moved_in_breaks: set[str] = set()
+        self._at, self._walked = self._before, 0
+        self._made_in_breaks: dict[int, StorageWeakRef] = {}
+        self._escaped: dict[int, Use] = {}
+        """What a break has made and not returned, and captured code reads."""
+        self._reads_in_breaks: dict[int, Use] = {}
         self.compiled = False
         """Whether it went through code that torch.compile would compile."""
 
@@ -86,9 +153,23 @@ class Observation(Listener):
                 elif not call.live:
                     entry.extend(_plain_leaves(leaf) if isinstance(leaf, PLAIN) else ())
         self.trace.append(tuple(entry))
+        self.breaks.append(BreakTrace())
+        self._look(self.moved_between)
+
+    def _look(self, moved: set[str]) -> None:
+        """Note which suspects have moved since this was called before."""
+        if not self._suspects and self._walked > _MOST_WALKED:
+            return
+        before, self._at = self._at, self._reach()
+        self._walked += len(self._at.kinds)
+        for path in self._suspects or {**before.values, **self._at.values, **self._at.lengths}:
+            values = before.values.get(path), self._at.values.get(path)
+            if not _same(*values) or before.lengths.get(path) != self._at.lengths.get(path):
+                moved.add(path)
 
     def break_ends(self, index: int, places: list[Place]) -> None:
         """What it returned is carried on by a replay."""
+        self._look(self.moved_in_breaks)
         for place in places:
             if isinstance(place.value, torch.Tensor):
                 self._note_made(place.value)
@@ -105,13 +186,15 @@ class Observation(Listener):
             return ""
         if id(tensor) not in self._reads:
             self._reads[id(tensor)] = Use(name)
+        if storage in self._made_in_breaks:
+            self._escaped.setdefault(storage, self._reads[id(tensor)])
         if id(tensor) not in self._objects and storage not in self._reads_of_views:
             self._reads_of_views[storage] = Use(name), StorageWeakRef(tensor.untyped_storage())
         return self._known.get(storage, "?")
 
     def _operator(self, func: Any, args: Any, kwargs: Any, call: Invoke) -> Any:
         if state.run.inside_eager:
-            return call()
+            return self._operator_of_break(func, args, kwargs, call)
         self.compiled = self.compiled or inside_compiled_region()
         name = names_of(func)[0]
         given = tensor_leaves(args, kwargs)
@@ -128,8 +211,32 @@ class Observation(Listener):
                 self._note_made(tensor)
         return out
 
+    def _operator_of_break(self, func: Any, args: Any, kwargs: Any, call: Invoke) -> Any:
+        name, given = names_of(func)[0], tensor_leaves(args, kwargs)
+        storages = [_storage(tensor) for tensor in given]
+        known = [storage for storage in storages if storage is not None and storage in self._known]
+        for storage in known:
+            if storage not in self._reads_in_breaks:
+                self._reads_in_breaks[storage] = Use(name)
+        if self.breaks:
+            places = [self._known[storage] for storage in known]
+            self.breaks[-1].add(name, places, [*_plain_leaves(args, kwargs)])
+        out = call()
+        for tensor in tensor_leaves(out):
+            made = _storage(tensor)
+            if made is not None and made not in storages and made not in self._known:
+                self._made_in_breaks[made] = StorageWeakRef(tensor.untyped_storage())
+        return out
+
+    def let_go(self) -> None:
+        """Keep no tensor: what it has found is words and numbers."""
+        self._before = self._at = Search(None, (), {})
+        self._arguments = {}
+        self._made, self._made_in_breaks, self._reads_of_views = {}, {}, {}
+
     def finish(self, ignored: Sequence[str], *, whoever_reads: bool = False) -> dict[str, Moved]:
         """What has moved, by path; of tensors those that captured code reads."""
+        self._look(self.moved_between)
         before, after = self._before, self._reach()
         kinds = before.kinds | after.kinds
         found = {}
@@ -137,7 +244,7 @@ class Observation(Listener):
             old_length = before.lengths.get(path, length)
             if old_length != length and not _is_ignored(path, ignored):
                 words, both = f"{old_length} items", (old_length, length)
-                found[path] = Moved(path, words, f"{length} items", None, False, both, _above(path, kinds))
+                found[path] = Moved(path, words, f"{length} items", None, None, False, False, both, kinds)
         grown = tuple(f"{path}[" for path in found)
         for path in {**before.values, **after.values}:
             old, new = before.values.get(path), after.values.get(path)
@@ -147,26 +254,46 @@ class Observation(Listener):
                 moved = self._moved(path, old, new, kinds, whoever_reads)
                 if moved is not None:
                     found[path] = moved
+        for path in self.moved_between & self.moved_in_breaks - found.keys():
+            # It may stand again where it stood; each of the two has seen what the other did.
+            value = after.values.get(path)
+            if not _is_ignored(path, ignored) and not path.startswith(grown):
+                tensor, text = isinstance(value, torch.Tensor), f"{brief(value)}, in breaks and between them"
+                found[path] = Moved(path, brief(value), text, None, None, tensor, tensor, (value,), kinds)
+        for storage, use in self._escaped.items():
+            made = f"a tensor that a break has made ({self._place_of(storage, after)})"
+            found[made] = Moved(made, "another one", "this one", use, None, True, True, (), kinds)
         return found
+
+    @staticmethod
+    def _place_of(storage: int, reach: Search) -> str:
+        for path, value in reach.values.items():
+            if isinstance(value, torch.Tensor) and _storage(value) == storage:
+                return path
+        return "and not returned"
 
     def _moved(
         self, path: str, old: Any, new: Any, kinds: Mapping[str, str], whoever_reads: bool
     ) -> Moved | None:
-        tensors = [value for value in (old, new) if isinstance(value, torch.Tensor)]
-        use = None
-        if not tensors:
-            if type(old) is type(new) and (old == new or old != old):
-                return None
-        elif len(tensors) == 2 and _same_memory(old, new):
+        if _same(old, new):
             return None
-        elif isinstance(old, torch.Tensor):
+        tensors = [value for value in (old, new) if isinstance(value, torch.Tensor)]
+        use = break_use = None
+        if isinstance(old, torch.Tensor):
             uses = [self._use_of(old), None if id(new) in self._arguments else self._use_of(new)]
             use = uses[0] or uses[1]
-            if use is None and not whoever_reads:
+            storages = [_storage(tensor) for tensor in tensors]
+            found = (self._reads_in_breaks.get(storage) for storage in storages if storage is not None)
+            read_in_break = next(filter(None, found), None)
+            if storages[-1] not in self._made:  # what captured code makes, a replay makes there again
+                break_use = read_in_break
+            if use is None and read_in_break is None and not whoever_reads:
                 return None
         expected, shown = ("a tensor, " + str(View.of(v)) if is_dense(v) else brief(v) for v in (old, new))
         values = () if tensors else (old, new)
-        return Moved(path, expected, shown, use, bool(tensors), values, _above(path, kinds))
+        return Moved(
+            path, expected, shown, use, break_use, bool(tensors), isinstance(old, torch.Tensor), values, kinds
+        )
 
     def _use_of(self, value: Any) -> Use | None:
         """By which operator captured code reads a tensor that a replay does not make."""
@@ -198,6 +325,15 @@ def _same_memory(old: torch.Tensor, new: torch.Tensor) -> bool:
     return is_dense(old) and is_dense(new) and old.numel() > 0 and View.of(old) == View.of(new)
 
 
+def _same(old: Any, new: Any) -> bool:
+    """Whether a place holds to a graph what it held before."""
+    if old is new:
+        return True
+    if isinstance(old, torch.Tensor) or isinstance(new, torch.Tensor):
+        return isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor) and _same_memory(old, new)
+    return type(old) is type(new) and bool(old == new or old != old)
+
+
 def _leaves_of_tuples(value: Any) -> list[Any]:
     leaves: list[Any] = []
     map_tuples(value, leaves.append)
@@ -227,10 +363,6 @@ def _is_ignored(path: str, patterns: Sequence[str]) -> bool:
     )
 
 
-def _above(path: str, kinds: Mapping[str, str]) -> frozenset[str]:
-    return frozenset(kind for above, kind in kinds.items() if path.startswith(above))
-
-
 class Watch:
     """What the observed warm-up calls of one signature have found."""
 
@@ -238,7 +370,7 @@ class Watch:
         self._name, self._warmup, self.ignored = name, warmup, ignored
         self._settled = warmup == 0
         self._plain = self._compiled = False
-        self._last: tuple[dict[str, Moved], list[tuple[Any, ...]], bool] | None = None
+        self._last: tuple[dict[str, Moved], Observation, bool] | None = None
         self._reads: dict[str, Use] | None = None
 
     def next_call(self, warmups: int) -> str:
@@ -281,23 +413,63 @@ class Watch:
         Raises:
             CaptureFailedError: captured code reads what each call moves by Python alone.
         """
-        moved, trace = seen.finish(self.ignored), seen.trace
+        moved = seen.finish(self.ignored)
         self._reads = seen.reads()
         self._compiled |= seen.compiled
-        last, self._last = self._last, (moved, trace, first)
+        seen.let_go()
+        last, self._last = self._last, (moved, seen, first)
         if not moved or self._settled:
-            self._settled = True
+            self._settle()
             return
         if last is None:
             return
         before, old, was_first = last
+        between = seen.moved_between
         for path, place in moved.items():
-            if place.is_tensor and path in before and before[path].is_tensor:
+            again = path in before and before[path].is_tensor
+            if not (place.is_tensor and again):
+                continue
+            # A place that both move goes, in a replay, from break to break alone.
+            by_hand = place.break_use is not None or path in seen.moved_in_breaks or not place.was_tensor
+            if place.use is not None or (path in between and by_hand):
                 raise self._refused([place])
-        if old == trace:
-            self._settled = True
+        read = [
+            place
+            for path, place in moved.items()
+            if path in between and self._in_breaks(place, moved, seen, before, old)
+        ]
+        if old.trace == seen.trace and not read:
+            self._settle()
         elif not was_first:
-            raise self._refused(self._suspects(list(moved.values()), old, trace))
+            raise self._refused(read or self._suspects(list(moved.values()), old.trace, seen.trace))
+
+    @staticmethod
+    def _in_breaks(
+        place: Moved,
+        moved: Mapping[str, Moved],
+        seen: Observation,
+        before: Mapping[str, Moved],
+        old: Observation,
+    ) -> bool:
+        """Whether breaks seem to read a plain value that captured code moves."""
+        if place.is_tensor or place.path not in before:
+            return False
+        own = seen.moved_in_breaks - {place.path}
+        if place.path in seen.moved_in_breaks:
+            return True
+        if any(moved[path].values == place.values for path in own if path in moved):
+            return False  # it cannot be told which of the two
+        pairs = zip(seen.breaks, old.breaks, strict=False)
+        values = place.values, before[place.path].values
+        return any(new.depends_on(values[0], last, values[1], own_state=bool(own)) for new, last in pairs)
+
+    @property
+    def suspects(self) -> Collection[str]:
+        """Paths that have moved in the call that was observed last."""
+        return self._last[0].keys() if self._last is not None else ()
+
+    def _settle(self) -> None:
+        self._settled, self._last = True, None
 
     @staticmethod
     def _suspects(moved: list[Moved], old: list[tuple[Any, ...]], new: list[tuple[Any, ...]]) -> list[Moved]:
@@ -319,7 +491,8 @@ class Watch:
                 found=place.found,
             )
         others = f" (or one of {', '.join(f'`{p.path}`' for p in places[1:4])})" if places[1:] else ""
-        reads = f"{place.use} reads it" if place.use is not None else "what captured code computes with moves"
+        use = place.use or place.break_use
+        reads = f"{use} reads it" if use is not None else "what is computed with it moves"
         return CaptureFailedError(
             f"Each call of {self._name} changes `{place.path}`{others} by Python alone, from "
             f"{place.expected} to {place.found}, and {reads}: a replay does not change it again, so that the "
@@ -327,7 +500,7 @@ class Watch:
             path=place.path,
             expected=place.expected,
             found=place.found,
-            operator=place.use.operator if place.use is not None else "",
+            operator=use.operator if use is not None else "",
         )
 
 
@@ -355,7 +528,8 @@ class HeldTensors:
         self._kept = kept
         self._storages: dict[int, torch.UntypedStorage] = {}
         self._tokens: list[Any] = []
-        self._places: list[tuple[Callable[[], Any], Any, Any, int, tuple[str, Use | None]]] = []
+        self._attributes: list[tuple[weakref.ref[Any], str, int, int, tuple[str, Use | None]]] = []
+        self._items: list[tuple[Any, Any, int, int, tuple[str, Use | None]]] = []
         self.dead: list[tuple[str, Use | None]] = []
         """Where tensors stood that have died, and what reads them."""
         self.replaying = False
@@ -371,25 +545,26 @@ class HeldTensors:
         token = attributes[_TOKEN]
         self._storages[id(token)] = tensor.untyped_storage()
         died = functools.partial(_died, weakref.ref(self), id(token), what)
-        self._tokens.append(watched := weakref.ref(token, died))
-        get_owner: Callable[[], Any] | None = None
+        self._tokens.append(weakref.ref(token, died))
+        place = slot.key, id(tensor), tensor.data_ptr(), what
         if is_record(owner) or is_plain_object(owner):
             with contextlib.suppress(TypeError):  # it has slots, and none for weak references
-                get_owner = weakref.ref(owner)
+                self._attributes.append((weakref.ref(owner), *place))
         elif id(tensor) in self._kept and isinstance(owner, list | dict | types.CellType):
-            get_owner = functools.partial(_itself, owner)
-        if get_owner is not None:
-            self._places.append((get_owner, slot.key, watched, tensor.data_ptr(), what))
+            self._items.append((owner, *place))
 
     def change(self) -> tuple[str, Use | None] | None:
         """Where one stood that has died, has moved, or in whose place another one stands; what reads it."""
         if self.dead:
             return self.dead[0]
-        for owner, key, token, address, what in self._places:
-            tensor = _item(owner(), key)
-            if not isinstance(tensor, torch.Tensor) or vars(tensor).get(_TOKEN) is not token():
+        # None has died, so that no other one has its identity.
+        for owner, key, identity, address, what in self._attributes:
+            tensor = getattr(owner(), key, None)
+            if id(tensor) != identity or tensor.data_ptr() != address:  # type: ignore[union-attr]
                 return what
-            if tensor.data_ptr() != address:
+        for holder, key, identity, address, what in self._items:
+            tensor = _item(holder, key)
+            if id(tensor) != identity or tensor.data_ptr() != address:
                 return what
         return None
 
@@ -400,10 +575,6 @@ def _died(held: Any, token: int, what: tuple[str, Use | None], _: object) -> Non
         holder.dead.append(what)
         if not holder.replaying:
             holder._storages.pop(token, None)
-
-
-def _itself(value: Any) -> Any:
-    return value
 
 
 def _item(owner: Any, key: Any) -> Any:
@@ -422,9 +593,10 @@ def _numbers_in(part: Any) -> Iterable[Any]:
 
 
 def _advice(place: Moved) -> str:
-    if any(kind in ("DynamicCache", "DynamicLayer", "EncoderDecoderCache") for kind in place.kinds):
+    kinds = [kind for above, kind in place.kinds.items() if place.path.startswith(above)]
+    if any(kind in ("DynamicCache", "DynamicLayer", "EncoderDecoderCache") for kind in kinds):
         return "Use a `StaticCache` of transformers, which writes in place, for this one, which grows."
-    if any("SlidingWindow" in kind for kind in place.kinds):
+    if any("SlidingWindow" in kind for kind in kinds):
         return (
             "A sliding-window layer of transformers counts in Python: use layers of full attention "
             "(`layer_types` or `sliding_window=None` in the configuration), or read it in a break."
