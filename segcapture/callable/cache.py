@@ -11,11 +11,13 @@ from typing import Any
 import attrs
 import torch
 
+from segcapture.callable.held import HeldTensors
 from segcapture.callable.inputs import StaticInputs
+from segcapture.callable.observation import Observation
 from segcapture.callable.outputs import CallOutputs, with_tensors
 from segcapture.callable.signature import Arguments, Request, Words, difference, explain, named, summary, weak
 from segcapture.callable.state import StateBefore, Weights
-from segcapture.callable.watch import HeldTensors, Observation, Watch
+from segcapture.callable.watch import Watch
 from segcapture.capture import BreakableCUDAGraphCapture
 from segcapture.errors import CaptureFailedError
 from segcapture.inspect.snapshot import Search
