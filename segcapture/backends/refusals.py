@@ -32,10 +32,14 @@ _DYNAMIC_SIZES = (
     "unique_dim_consecutive"
 )
 # Composite operators reach the tape in parts (`torch.where(c)` and `argwhere` as `nonzero`, say).
+# Others check inside of their kernel, past the dispatcher (BatchLinearAlgebra.cpp).
+_CHECKED = ["_linalg_check_errors", "_linalg_eigh", "_linalg_svd", "linalg_pinv"]
 _ALWAYS = {
     "aten::_local_scalar_dense": f"(`.item()`) {_ON_HOST}",
-    "aten::_linalg_check_errors": "reads an error code on the host",
     "aten::linalg_eig": "is computed on the host",
+    "aten::linalg_matrix_exp": "reads norms on the host",
+    "aten::embedding_renorm_": "(`max_norm=`) reads the number of different rows on the host",
+    **dict.fromkeys((f"aten::{name}" for name in _CHECKED), "reads an error code on the host"),
     **dict.fromkeys(("aten::equal", "aten::allclose"), _ON_HOST),
     **dict.fromkeys(("aten::_ctc_loss", "aten::_pack_padded_sequence"), _LENGTHS),
     **dict.fromkeys(("c10d::barrier", "c10d::monitored_barrier_"), _RANKS),
