@@ -10,16 +10,13 @@ from typing import Any
 
 import torch
 
+from segcapture.advice import advice_here
 from segcapture.errors import CaptureFailedError
 from segcapture.operators.composites import names_of, tensor_leaves
 from segcapture.thread import location
 
 # CUDA's own words for error 900, cudaErrorStreamCaptureUnsupported.
 CUDA_WORDS = "operation not permitted when stream is capturing"
-ADVICE = (
-    "Move it, with what uses its value, into a function marked `@eager_break_during_capture` that returns "
-    "tensors of fixed shapes (with `enable=False`, and in mode='full', a marked function is captured too)."
-)
 
 _ON_HOST = "reads a value on the host"
 _LENGTHS = "copies the lengths between host and device and waits for it"
@@ -185,5 +182,6 @@ def _waiting_copy(
     return "copies between host and device and waits for it (pinned memory and non_blocking would not)"
 
 
-def _refuse(name: str, reason: str, then: str = f"{CUDA_WORDS}. {ADVICE}") -> None:
+def _refuse(name: str, reason: str, then: str = "") -> None:
+    then = then or f"{CUDA_WORDS}. {advice_here()}"
     raise CaptureFailedError(f"`{name}` {reason} at {location()}: {then}", operator=name, reason=reason)
