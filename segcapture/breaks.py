@@ -7,6 +7,7 @@ from typing import Any, TypeVar, overload
 
 import torch
 
+from segcapture.advice import disabled
 from segcapture.arguments import has_live, resolve
 from segcapture.thread import state
 
@@ -80,6 +81,8 @@ def eager_break_during_capture(
         return type(fn)(mark(fn.__func__))
     _check_callable(fn)
     if not enable:
+        if hasattr(fn, "__code__"):
+            disabled.add(fn.__code__)
         return fn
     break_name = name or _name_of(fn)
 

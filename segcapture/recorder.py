@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
+from types import CodeType
 from typing import Any
 
 import attrs
@@ -17,7 +18,7 @@ from segcapture.operators.break_on import OperatorBreaks
 from segcapture.operators.intercept import aside
 from segcapture.outputs import bridge
 from segcapture.segments import EagerSegment, GraphSegment, Segment
-from segcapture.thread import location, raised_at, state
+from segcapture.thread import location, raised_at, state, users_frame
 from segcapture.trees import Place, flatten
 
 
@@ -39,11 +40,15 @@ class Options:
             return True
         return self.breaks(name) if callable(self.breaks) else name in self.breaks
 
+    def not_called(self, called: set[str]) -> list[str]:
+        """The names in `breaks` of which no function was called."""
+        if self.full or self.breaks is None or callable(self.breaks):
+            return []
+        return sorted(set(self.breaks) - called)
+
     def check_all_called(self, called: set[str]) -> None:
         """Raise CaptureFailedError if `breaks` names a function that was not called: it may be misspelt."""
-        if self.full or self.breaks is None or callable(self.breaks):
-            return
-        missing = sorted(set(self.breaks) - called)
+        missing = self.not_called(called)
         if missing:
             raise CaptureFailedError(
                 f"breaks names {', '.join(map(repr, missing))}, and no decorated function of that name was "
@@ -71,6 +76,10 @@ class Run:
         self.inside_eager = False
         """Whether an eager function is running right now."""
         self.thread = threading.get_ident()
+        self.full = options.full
+        """Whether nothing breaks."""
+        self.entered: CodeType | None = None
+        """The user's code that entered it."""
         self._options = options
         self._listeners = listeners
         self._breaks = 0
@@ -84,6 +93,8 @@ class Run:
                 f"This thread is already capturing ({state.run.place}). Captures do not nest: leave the "
                 f"outer `with` block first."
             )
+        frame = users_frame()
+        self.entered = None if frame is None else frame.f_code
         try:
             self._set_up()
         except BaseException as error:
@@ -194,6 +205,8 @@ class Recorder(Run):
         if failure is not None:
             trouble = self._backend.abort()
             self.segments.clear()
+            if self._doing:
+                self._explain(failure)
         try:
             self._stack.close()
         except BaseException as at_close:
@@ -201,8 +214,6 @@ class Recorder(Run):
                 raise
             trouble.append(f"{type(at_close).__name__}: {at_close}")
         if failure is not None:
-            if failure is not self.failure and self._doing:
-                self._note(failure, f"{self._doing} could not be captured")
             for text in trouble:
                 failure.add_note(f"segcapture: while cleaning up: {text}")
             # Its traceback holds our frames, and so this object: no cycle that keeps the pool.
@@ -325,6 +336,18 @@ class Recorder(Run):
         """What fails at a boundary is the failure of the capture."""
         self.failure = error
         self._note(error, f"raised in {self._doing} during capture")
+
+    def _explain(self, failure: BaseException) -> None:
+        """Say where a failure came from, and which names in `breaks` it may be due to."""
+        if failure is not self.failure:
+            self._note(failure, f"{self._doing} could not be captured")
+        missing = self._options.not_called(self._called)
+        if missing:
+            failure.add_note(
+                f"segcapture: breaks names {', '.join(map(repr, missing))}, and until then no decorated "
+                f"function of that name was called; called were: "
+                f"{', '.join(map(repr, sorted(self._called))) or 'none'}."
+            )
 
     def _note(self, error: BaseException, what: str) -> None:
         came_from = raised_at(error.__traceback__)

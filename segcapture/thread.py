@@ -17,13 +17,17 @@ import torch
 
 _OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+IN_OPTIMIZERS = _TORCH + "optim" + os.sep
+IN_MARKED = (_OURS + "breaks.py", "call")
+"""File and name of what runs in place of a marked function."""
 _STANDARD = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
 _TRITON = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(torch.__file__))), "triton") + os.sep
 _INSTALLED = (_STANDARD + "site-packages" + os.sep, _STANDARD + "dist-packages" + os.sep)
 
 
 @functools.cache
-def _is_users(filename: str) -> bool:
+def is_users(filename: str) -> bool:
+    """Whether code of this file is neither ours nor torch's, Triton's or the standard library's."""
     if filename.startswith(_STANDARD) and not filename.startswith(_INSTALLED):
         return False  # copy.deepcopy, contextlib
     if os.path.basename(filename) == "typing_extensions.py":
@@ -31,22 +35,23 @@ def _is_users(filename: str) -> bool:
     return not filename.startswith((_OURS, _TORCH, _TRITON, "<"))
 
 
-def _users_frame() -> FrameType | None:
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and not _is_users(frame.f_code.co_filename):
+def users_frame() -> FrameType | None:
+    """The innermost frame of the user's."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not is_users(frame.f_code.co_filename):
         frame = frame.f_back
     return frame
 
 
 def location() -> str:
     """`file:line` of the innermost frame outside of segcapture, torch, Triton and the standard library."""
-    frame = _users_frame()
+    frame = users_frame()
     return "?" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
     """Warn at the line of the user's that `location` names."""
-    frame = _users_frame()
+    frame = users_frame()
     if frame is None:
         warnings.warn(message, category, stacklevel=2)
         return
@@ -61,7 +66,7 @@ def raised_at(traceback: TracebackType | None) -> str:
     found = ""
     while traceback is not None:
         filename, line = traceback.tb_frame.f_code.co_filename, traceback.tb_lineno
-        if _is_users(filename):
+        if is_users(filename):
             text = linecache.getline(filename, line).strip()
             found = f"{filename}:{line}" + (f" (`{text}`)" if text else "")
         traceback = traceback.tb_next

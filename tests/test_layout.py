@@ -16,6 +16,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 ORDER = [
     "errors",
     "thread",
+    "advice",
     "exclusive",
     "trees",
     "tensors",
@@ -36,7 +37,7 @@ ORDER = [
     "__init__",
 ]
 # What a module may import besides: `breaks` learns of a capture from the thread's state alone.
-ONLY = {"breaks": {"thread", "arguments"}}
+ONLY = {"breaks": {"thread", "arguments", "advice"}}
 
 
 def module_of(path):

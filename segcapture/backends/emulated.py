@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from segcapture.advice import BREAK
 from segcapture.backends.base import Backend
-from segcapture.backends.refusals import ADVICE, check_function, check_operator, is_stricter_on_cpu
+from segcapture.backends.refusals import check_function, check_operator, is_stricter_on_cpu
 from segcapture.backends.tape import Draws, Entry, Tape
 from segcapture.errors import CaptureFailedError
 from segcapture.exclusive import Exclusive
@@ -90,7 +91,7 @@ class EmulatedBackend(Backend):
         if self._refused:
             raise CaptureFailedError(
                 f"`{self._refused}` was refused in this segment, and its exception was caught in the `with` "
-                f"block. {ADVICE}",
+                f"block. {BREAK}",
                 operator=self._refused,
             )
         tape = self._tape

@@ -10,16 +10,13 @@ from typing import Any
 
 import torch
 
+from segcapture.advice import advice_here
 from segcapture.errors import CaptureFailedError
 from segcapture.operators.composites import names_of, tensor_leaves
 from segcapture.thread import location
 
 # CUDA's own words for error 900, cudaErrorStreamCaptureUnsupported.
 CUDA_WORDS = "operation not permitted when stream is capturing"
-ADVICE = (
-    "Move it, with what uses its value, into a function marked `@eager_break_during_capture` that returns "
-    "tensors of fixed shapes (with `enable=False`, and in mode='full', a marked function is captured too)."
-)
 
 _ON_HOST = "reads a value on the host"
 _LENGTHS = "copies the lengths between host and device and waits for it"
@@ -32,10 +29,14 @@ _DYNAMIC_SIZES = (
     "unique_dim_consecutive"
 )
 # Composite operators reach the tape in parts (`torch.where(c)` and `argwhere` as `nonzero`, say).
+# Others check inside of their kernel, past the dispatcher (BatchLinearAlgebra.cpp).
+_CHECKED = ["_linalg_check_errors", "_linalg_eigh", "_linalg_svd", "linalg_pinv"]
 _ALWAYS = {
     "aten::_local_scalar_dense": f"(`.item()`) {_ON_HOST}",
-    "aten::_linalg_check_errors": "reads an error code on the host",
     "aten::linalg_eig": "is computed on the host",
+    "aten::linalg_matrix_exp": "reads norms on the host",
+    "aten::embedding_renorm_": "(`max_norm=`) reads the number of different rows on the host",
+    **dict.fromkeys((f"aten::{name}" for name in _CHECKED), "reads an error code on the host"),
     **dict.fromkeys(("aten::equal", "aten::allclose"), _ON_HOST),
     **dict.fromkeys(("aten::_ctc_loss", "aten::_pack_padded_sequence"), _LENGTHS),
     **dict.fromkeys(("c10d::barrier", "c10d::monitored_barrier_"), _RANKS),
@@ -181,5 +182,6 @@ def _waiting_copy(
     return "copies between host and device and waits for it (pinned memory and non_blocking would not)"
 
 
-def _refuse(name: str, reason: str, then: str = f"{CUDA_WORDS}. {ADVICE}") -> None:
+def _refuse(name: str, reason: str, then: str = "") -> None:
+    then = then or f"{CUDA_WORDS}. {advice_here()}"
     raise CaptureFailedError(f"`{name}` {reason} at {location()}: {then}", operator=name, reason=reason)

@@ -8,9 +8,17 @@ from typing import Any
 import attrs
 import torch
 
+from segcapture.advice import advice_at
 from segcapture.backends.base import Backend
 from segcapture.backends.cuda.driver import bind_context, get_driver
-from segcapture.backends.cuda.graph import ADVICE, INVALID, CudaGraph, collections_relaxed, undo_begin
+from segcapture.backends.cuda.graph import (
+    ADVICE,
+    BY_TORCH,
+    INVALID,
+    CudaGraph,
+    collections_relaxed,
+    undo_begin,
+)
 from segcapture.backends.cuda.pool import (
     CaptureStream,
     Pool,
@@ -190,11 +198,15 @@ class CudaBackend(Backend):
         return trouble
 
     def advice(self, error: BaseException) -> str:
-        """By CUDA's error code, not by the words of the message."""
+        """By CUDA's error code, and not by the words of the message, but for two of torch's own."""
         code = getattr(error, "error_code", 0)
         if isinstance(error, torch.OutOfMemoryError):
             return "The pool of the capture could not grow: capture smaller sizes, or free memory first."
-        return ADVICE.get(code, "") if isinstance(code, int) else ""
+        text = ADVICE.get(code, "") if isinstance(code, int) else ""
+        words = next((w for w in BY_TORCH if type(error) is RuntimeError and str(error).startswith(w)), "")
+        if code == 900 or words:
+            text = f"{text or BY_TORCH[words]} {advice_at(error.__traceback__)}".lstrip()
+        return text
 
     # Memory
 

@@ -10,15 +10,12 @@ from typing import Any
 
 import torch
 
+from segcapture.advice import BREAK
 from segcapture.backends.cuda.driver import REGISTERS_GENERATORS, Launch, call, get_driver
 from segcapture.thread import state
 
 PoolId = Any  # (int, int): torch's stubs make a type of their own of it
 
-BREAK = (
-    "Move it, with what uses its value, into a function marked `@eager_break_during_capture` that returns "
-    "tensors of fixed shapes."
-)
 INVALID = (
     f"{BREAK} A torch.cuda.CUDAGraph that dies in the block does the same, be it as the old value of `g` in "
     f"`with ... as g:`: drop it before."
@@ -26,7 +23,7 @@ INVALID = (
 ADVICE = {  # https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__TYPES.html, cudaError
     1: "Typical of waiting for an event that was recorded in a segment that has ended: record it again, or "
     "use `wait_stream`.",
-    900: f"The operation waits for the device or reads from it, which a capture forbids. {BREAK}",
+    900: "The operation waits for the device or reads from it, which a capture forbids.",
     901: f"An operation before it had failed and made the capture invalid. {INVALID}",
     902: "Two captures were merged: do not wait for a stream that another capture records.",
     904: "Work on a side stream was not joined: let the stream of the capture wait for it.",
@@ -34,6 +31,12 @@ ADVICE = {  # https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__TYPES
     "a segment that has ended. Record the event again, or use `wait_stream`.",
     906: "It depends on the legacy default stream: use a stream of your own.",
     907: "It uses an event whose last record is in a capture, on a stream that is not captured.",
+}
+# What torch refuses itself, before it calls CUDA, has no code and is a plain RuntimeError: only words tell.
+BY_TORCH = {
+    "Cannot copy between CPU and CUDA tensors during CUDA graph capture": "A capture waits for no copy "
+    "between host and device. Make a constant before it, or on the device (`torch.full`).",
+    "Attempting CUDA graph capture of step()": "",
 }
 
 
