@@ -204,7 +204,10 @@ def test_a_seed_in_a_graph_segment(emulated, then):
         torch.rand(2)
         torch.manual_seed(1)
         then()
+    (found,) = find_breaks(lambda: [torch.rand(2), torch.manual_seed(2), then()])
+    assert found.operator == "torch.manual_seed"
     in_a_break = eager_break_during_capture(lambda: torch.manual_seed(0) and None)
+    assert find_breaks(model, x, in_a_break) == ()
     expected = model(x, in_a_break)
     with emulated.capture() as g:
         out = model(x, in_a_break)

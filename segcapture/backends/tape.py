@@ -179,7 +179,9 @@ class Draws(list[Draw]):
         if torch.equal(state, seeded.get_state()):
             raise CaptureFailedError(
                 f"A random generator was seeded before {location()} in a graph segment: a replay would not "
-                f"seed it. Seed it before the replay, or in an `@eager_break_during_capture`."
+                f"seed it. Seed it before the replay, or in an `@eager_break_during_capture`.",
+                operator="torch.manual_seed",
+                reason="(or another seed before this line) would not be repeated by a replay",
             )
 
 

@@ -10,14 +10,16 @@ import torch
 
 from segcapture.arguments import Call
 from segcapture.backends.refusals import check_function, check_operator, is_stricter_on_cpu
+from segcapture.backends.tape import Draws, Tape
 from segcapture.errors import CaptureFailedError
 from segcapture.inspect.snapshot import Search
 from segcapture.listener import Listener
 from segcapture.operators.break_on import OperatorBreaks
 from segcapture.operators.composites import is_composite, tensor_leaves
-from segcapture.operators.intercept import Invoke, capture_reported, watching
+from segcapture.operators.intercept import Invoke, aside, capture_reported, watching
 from segcapture.recorder import Options, Run
 from segcapture.thread import location, state
+from segcapture.trees import Place
 
 
 @attrs.frozen
@@ -87,6 +89,7 @@ def find_breaks(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Missing
     try:
         with capture_reported(lambda: not run.inside_eager):
             fn(*args, **kwargs)
+        finder.check_seed()
     except Exception as error:
         if finder.found:
             error.add_note(f"segcapture: find_breaks had found until then: {finder.report()}")
@@ -117,6 +120,8 @@ class _Finder(Listener):
         self.found: dict[tuple[str, str, str], int] = {}
         self._breaks = 0
         self._trusted = 0
+        self._draws = Draws(device)
+        self._draws.begin()
 
     @property
     def off(self) -> bool:
@@ -130,6 +135,10 @@ class _Finder(Listener):
     def break_begins(self, index: int, name: str, place: str, call: Call) -> None:
         """Count it."""
         self._breaks += 1
+
+    def break_ends(self, index: int, places: list[Place]) -> None:
+        """It may have seeded."""
+        self._draws.begin()
 
     @contextmanager
     def trusting(self) -> Iterator[None]:
@@ -155,7 +164,16 @@ class _Finder(Listener):
         judged = not is_composite(func) and not self.off
         if judged and any(tensor.device == self.device for tensor in tensor_leaves(args, kwargs)):
             self.refused(check_operator, func, args, kwargs)
+        if judged and torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
+            self.check_seed()
+            return self._draws.add(Tape(), func)(*args, **kwargs)
         return call()
+
+    def check_seed(self) -> None:
+        """Judge what the code has done to the generator since the last draw."""
+        with aside():
+            if self.refused(self._draws.follow, Tape()):
+                self._draws.begin()
 
     def _function(self, func: Any, args: Any, kwargs: Any, call: Invoke) -> Any:
         if self.off:
