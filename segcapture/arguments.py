@@ -8,7 +8,7 @@ import torch
 
 from segcapture.errors import CaptureFailedError
 from segcapture.tensors import View, has_own_aliases, own_alias, shows_memory_alone
-from segcapture.trees import flatten, map_tuples
+from segcapture.trees import OPAQUE, PLAIN, Place, attributes_besides, children, flatten, map_tuples
 
 
 class Live:
@@ -82,7 +82,7 @@ class Arguments:
         self._alias = alias
         self._aliases: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         """By the identity of a tensor: itself, and what is kept instead."""
-        self._live = False
+        self._live = self._mutable = False
         args = tuple([map_tuples(value, self._keep) for value in call.args])
         kwargs = {key: map_tuples(value, self._keep) for key, value in call.kwargs.items()}
         self.kept = Call(call.fn, args, kwargs, self._live)
@@ -91,6 +91,8 @@ class Arguments:
         # What an object holds, an optimizer say, is its own affair.
         given = [p.value for p in places if isinstance(p.value, torch.Tensor) and not p.in_object]
         self._versions = [(tensor, tensor._version) for tensor in given if tensor.requires_grad]
+        self._items = self._items_of() if self._mutable else {}
+        """What lists, dicts and objects hold, to compare once the function has returned."""
 
     @property
     def given(self) -> Collection[int]:
@@ -102,6 +104,7 @@ class Arguments:
             if id(value) not in self._aliases:
                 self._aliases[id(value)] = value, self._kept_for(value)
             return self._aliases[id(value)][1]
+        self._mutable |= not isinstance(value, (Live, *PLAIN, *OPAQUE))
         if type(value) is Live:
             self._live = True
         elif isinstance(value, list | dict):
@@ -123,11 +126,32 @@ class Arguments:
             alias = own_alias(tensor) if has_own_aliases(tensor.untyped_storage()) else None
         return tensor if alias is None else alias
 
+    def _items_of(self, containers: Collection[int] | None = None) -> dict[tuple[int, str], Place]:
+        """Tensors by list, dict or object and path: in these, or in all that hold one of this capture."""
+        places = flatten({**dict(enumerate(self.now.args)), **self.now.kwargs}, "args")
+        besides = [
+            Place(f"{place.path}.{name}", i, name, item)
+            for i, place in enumerate(places)
+            if place.inside is not None
+            for name, item in attributes_besides(place.value, children(place.value) or ())
+        ]
+        items = {}
+        for place in (*places, *besides):
+            parent = place.parent
+            while parent > 0 and isinstance(places[parent].value, tuple):
+                parent = places[parent].parent
+            if parent > 0 and isinstance(place.value, torch.Tensor):
+                items[id(places[parent].value), place.path] = place
+        if containers is None:
+            containers = {key for (key, _), p in items.items() if self._alias(p.value) is not None}
+        return {key: place for key, place in items.items() if key[0] in containers}
+
     def check_unchanged(self, segment: int, where: str) -> None:
         """Raise CaptureFailedError if the function did to an argument what a replay cannot repeat.
 
-        That is: it changed in place how a tensor of this capture shows its memory, or it wrote to a tensor
-        that requires grad.
+        That is: it changed in place how a tensor of this capture shows its memory, it wrote to a tensor that
+        requires grad, or it took a tensor of this capture out of a list, dict or object, or added one there:
+        the next replay would begin with that.
         """
         for tensor, kept in self._aliases.values():
             if kept is tensor or tensor.requires_grad:
@@ -142,6 +166,17 @@ class Arguments:
                     f"{where} changed an argument in place ({changes}), and a replay would go on from that. "
                     f"Work on a view of it, and return that.",
                     segment=segment,
+                )
+        before, self._items = self._items, {}
+        now = self._items_of({container for container, _ in before}) if before else {}
+        for key, place in {**now, **before}.items():
+            new = now[key].value if key in before and key in now else None
+            if new is not place.value and id(new) not in self._aliases:
+                raise CaptureFailedError(
+                    f"{where} put another tensor at `{place.path}`, or took one out, where tensors of this "
+                    f"capture are: a replay would begin with that. Return it, or put it into a copy.",
+                    segment=segment,
+                    path=place.path,
                 )
         if any(tensor._version != version for tensor, version in self._versions):
             raise CaptureFailedError(

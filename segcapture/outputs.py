@@ -36,6 +36,7 @@ from segcapture.trees import (
     flatten,
     get_item,
     hidden_tensor,
+    holds_tensor,
     references,
     set_item,
     tuple_like,
@@ -249,6 +250,8 @@ class _Bridging:
         """Of owned tuples, which are let go too: their class and attributes."""
         self._made: dict[int, torch.Tensor] = {}
         """What the model receives, by the identity that the tensor had."""
+        self._attributes: dict[int, dict[str, Any]] = {}
+        """Of tensor objects that have some, likewise."""
 
     def let_go(self) -> None:
         """Drop all tensors of the output; keep their views and storages."""
@@ -272,6 +275,8 @@ class _Bridging:
             block.leaves.append(len(self.leaves))
             view = View.of(tensor)
         reference = weakref.ref(tensor)
+        if vars(tensor):
+            self._attributes[id(tensor)] = dict(vars(tensor))
         return Leaf(place.path, block, view, id(tensor), reference, kind, tensor.is_inference())
 
     def restore(self, given: Collection[int], segment: int, where: str) -> None:
@@ -308,6 +313,16 @@ class _Bridging:
                     assert made is not None
                     if leaf.identity in aliased and shows_memory_alone(made):
                         made = own_alias(made)
+                attributes = self._attributes.get(leaf.identity, {})
+                if attributes and made is not leaf.captured():
+                    if holds_tensor(attributes):
+                        raise CaptureFailedError(
+                            f"{where} returned a tensor at `{leaf.path}` with another one in an attribute "
+                            f"({', '.join(attributes)}), which is not written back. Return both.",
+                            segment=segment,
+                            path=leaf.path,
+                        )
+                    vars(made).update(attributes)
                 self._places[i].value = self._made[leaf.identity] = made
                 if leaf.block is not None:
                     leaf.block.movable &= leaf.identity not in given
@@ -579,10 +594,11 @@ class WriteBack:
 
     def _check(self, leaf: Leaf, new: Any) -> None:
         target, advice = leaf.target, "Shapes, dtypes and devices are fixed at capture"
-        is_tensor = isinstance(new, torch.Tensor)
-        kind = cannot_be_copied(new) if is_tensor and leaf.view else ""
-        if not is_tensor or kind or (leaf.view is None and new is not target):
-            found = f"a {kind or type(new).__qualname__}"
+        if leaf.view is None and new is target:
+            return
+        kind = cannot_be_copied(new) if isinstance(new, torch.Tensor) else type(new).__qualname__
+        if kind or leaf.view is None:
+            found = f"a {kind or 'Tensor'}"
         elif (new.shape, new.dtype, new.device) == (target.shape, target.dtype, target.device):
             return
         else:
@@ -593,7 +609,7 @@ class WriteBack:
                 advice += f": pad to {list(target.shape)}, or capture again for {list(new.shape)}"
         expected = leaf.view or f"that one {type(target).__qualname__}"
         text = f"{found} at `{leaf.path}`; later segments read {expected}. {advice}."
-        raise self._mismatch(leaf.path, text, target.shape, new.shape if is_tensor else type(new))
+        raise self._mismatch(leaf.path, text, expected, found if kind else View.of(new))
 
     def _sharing_of(
         self, tensors: Sequence[torch.Tensor], pointers: Sequence[int], storages: Sequence[int]

@@ -8,6 +8,7 @@ walked one level: an object in it is a leaf, as are modules and everything unkno
 import collections
 import dataclasses
 import enum
+import functools
 import gc
 import json
 import sys
@@ -48,6 +49,7 @@ OPAQUE = (
     types.FunctionType,
     types.MethodType,
     types.BuiltinFunctionType,
+    functools.partial,
 )
 """Types that are not looked into."""
 

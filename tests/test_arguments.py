@@ -1,5 +1,7 @@
 """Arguments of eager segments: what a recorded call keeps, and what it sees at replay (contract C3)."""
 
+import dataclasses
+import functools
 import weakref
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -8,7 +10,7 @@ import pytest
 import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
-from segcapture import FrozenValueWarning, Live, eager_break_during_capture
+from segcapture import CaptureFailedError, FrozenValueWarning, Live, eager_break_during_capture
 
 
 class Pair(NamedTuple):
@@ -455,3 +457,74 @@ def test_warnings_name_the_users_line(backend):
     with pytest.warns(FrozenValueWarning) as caught:
         g.replay()
     assert caught[0].filename == __file__
+
+
+@dataclasses.dataclass
+class Record:
+    """With an attribute that is no field."""
+
+    h: torch.Tensor
+
+    @functools.cached_property
+    def twice(self):
+        return self.h * 2
+
+
+CHANGES = {
+    "replaces": (lambda t: {"h": t}, lambda c: c.update(h=c["h"] * 2), 'args["c"]["h"]'),
+    "adds": (lambda t: {"h": t}, lambda c: c.setdefault("k", c["h"] * 2), 'args["c"]["k"]'),
+    "removes": (lambda t: [t, t * 2], lambda c: c.pop(), 'args["c"][1]'),
+    "appends": (lambda t: [t], lambda c: c.append(c[0]), 'args["c"][1]'),
+    "deeper": (lambda t: {"l": [(t,)]}, lambda c: c["l"].append((c["l"][0][0] + 1,)), 'args["c"]["l"][1]'),
+    "object": (lambda t: SimpleNamespace(h=t), lambda c: setattr(c, "k", c.h * 2), 'args["c"].k'),
+    "cached property": (Record, lambda c: c.twice, 'args["c"].twice'),
+}
+
+
+@pytest.mark.parametrize("made", ["by a break", "by captured code"])
+@pytest.mark.parametrize(("make", "change", "path"), CHANGES.values(), ids=CHANGES.keys())
+def test_a_container_of_this_capture_that_a_break_changes(backend, make, change, path, made):
+    """Refused: the next replay would begin with what the last one left."""
+    make_it = make if made == "by captured code" else eager_break_during_capture(make, name="make")
+
+    @eager_break_during_capture(name="changer")
+    def changer(t, c):
+        change(c)
+
+    with torch.no_grad(), pytest.raises(CaptureFailedError) as info, backend.capture():
+        changer(None, c=make_it(backend.tensor(3) * 2))
+    assert info.value.path.startswith(path)
+    assert "changer" in str(info.value)
+
+
+def test_a_container_that_was_there_before_is_the_functions_own(backend):
+    """A cache that grows, or that takes what it was given; and captured code may change an output."""
+    make = eager_break_during_capture(lambda t: {"h": t + 1}, name="make")
+
+    def model():
+        cache = SimpleNamespace(last=torch.zeros(3, device=backend.device), all=[])
+
+        @eager_break_during_capture
+        def remember(t, cache):
+            before, cache.last = cache.last, t
+            cache.all.append(t.clone())
+            return t + before + sum(cache.all)
+
+        def run(x):
+            out = make(x * 2)
+            out["h"] = out["h"] + 1
+            out["k"] = out["h"] * 2
+            return remember(out["k"], cache) + remember(out["h"] * 3, cache)
+
+        return run
+
+    eager, captured, x = model(), model(), backend.tensor(3)
+    with torch.no_grad():
+        expected = [eager(backend.tensor(3, seed=i)).clone() for i in range(4)]
+        with backend.capture() as g:
+            out = captured(x)
+        for i in range(4):
+            if i:
+                x.copy_(backend.tensor(3, seed=i))
+                g.replay()
+            torch.testing.assert_close(out, expected[i])

@@ -1,6 +1,7 @@
 """Containers of an output that are not ordinary: met twice, with odd keys, with hidden tensors (C4)."""
 
 import dataclasses
+import functools
 import gc
 import types
 import warnings
@@ -741,3 +742,37 @@ def test_a_value_that_becomes_an_object_from_elsewhere_in_the_output(backend):
     with pytest.raises(OutputMismatchError, match=r"child`, found a Box"):
         g.replay()
     assert out["outer"].child is None
+
+
+def test_attributes_of_a_tensor(backend):
+    """Plain ones go along; another tensor there would be stale."""
+
+    def tagged(t, value):
+        out = t + 1
+        out.tag = value
+        return {"out": out, "n": 1}
+
+    f = eager_break_during_capture(tagged)
+    backend.check(lambda t: f(t * 2, 3)["out"] * f(t, 4)["out"].tag, [backend.tensor(3)], "geeg")
+    with torch.no_grad(), pytest.raises(CaptureFailedError, match="with another one in an attribute") as info:
+        with backend.capture():
+            f(backend.tensor(3), [backend.tensor(3)])
+    assert info.value.path == 'out["out"]'
+
+
+def test_a_partial_is_no_container(backend):
+    """A later break gets the new one, as of a function; alone, a change warns."""
+    make = eager_break_during_capture(lambda t: {"add": functools.partial(torch.add, t * 2)}, name="make")
+    call = eager_break_during_capture(lambda d, t: d["add"](t), name="call")
+    backend.check(lambda t: call(make(t * 1), t) * 2, [backend.tensor(3)], "geeg")
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested")
+def test_a_nested_tensor_in_the_place_of_another(backend):
+    """It has no shape to speak of."""
+    x, kind = backend.tensor(3), []
+    with torch.no_grad(), backend.capture() as g:
+        g.add_eager(lambda: torch.nested.nested_tensor([x, x]) if kind else x + 1)
+    kind.append("nested")
+    with pytest.raises(OutputMismatchError, match="returned a nested tensor at `out`"):
+        g.replay()

@@ -1,9 +1,11 @@
 """Finding breaks, the segment table, steps, times and memory."""
 
 import builtins
+import gc
 import importlib
 import itertools
 import re
+import weakref
 
 import pytest
 import torch
@@ -288,6 +290,21 @@ class TestSteps:
 
 class TestProfile:
     """`profile`, and what torch.profiler sees."""
+
+    def test_it_is_no_cycle(self, backend):
+        """What was timed dies with the capture, without the collector."""
+        layer = torch.nn.Identity()
+        with backend.capture() as g:
+            g.add_eager(lambda layer: layer(None), layer)
+        dead = weakref.ref(layer)
+        gc.collect()
+        gc.disable()
+        try:
+            g.profile(1)
+            del g, layer
+            assert dead() is None
+        finally:
+            gc.enable()
 
     def test_times(self, captured, backend):
         """Each segment has its part; functions are apart from what is ours."""

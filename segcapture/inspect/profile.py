@@ -196,27 +196,28 @@ class _Clock:
 
     def __init__(self, device: torch.device, segments: Sequence[Segment]) -> None:
         self._segments = segments
+        self._functions: dict[int, tuple[int, int]] = {}
         self.timed = [self._timed(s) if isinstance(s, EagerSegment) else s for s in segments]
         """The segments, with functions that are timed."""
         count = 0 if device.type == "cpu" else 2 * len(segments) + 1
         self._events: list[Any] = [torch.Event(device, enable_timing=True) for _ in range(count)]
 
     def _timed(self, segment: EagerSegment) -> EagerSegment:
-        fn = segment.call.fn
+        fn, times = segment.call.fn, self._functions  # not `self`, which holds it: no cycle
 
         def call(*args: Any, **kwargs: Any) -> Any:
             start = time.perf_counter_ns()
             try:
                 return fn(*args, **kwargs)
             finally:
-                self._functions[segment.index] = (start, time.perf_counter_ns())
+                times[segment.index] = (start, time.perf_counter_ns())
 
         return attrs.evolve(segment, call=attrs.evolve(segment.call, fn=call))
 
     def start(self) -> None:
         """Begin a new replay. The GPU is idle, so that both clocks begin together."""
         self._at: list[int] = []
-        self._functions: dict[int, tuple[int, int]] = {}
+        self._functions.clear()
         self._unused = iter(self._events)
         self._mark()
         self._zero = time.perf_counter_ns()
