@@ -113,9 +113,8 @@ def flatten(root: Any, name: str = "out") -> list[Place]:
         within = place.in_object or is_plain_object(place.value)
         places += [Place(place.path + suffix, index, key, item, within) for key, suffix, item in content]
     for place in places:
-        if (
-            not place.is_container and id(place.value) in seen
-        ):  # in an object, and outside of one further down
+        # In an object it is a leaf, and further down, outside of one, a container.
+        if not place.is_container and id(place.value) in seen:
             place.same_as = seen[id(place.value)]
     return places
 

@@ -133,30 +133,25 @@ CONTAINERS = {
 }
 
 
+def items(value):
+    """The tensors and plain values of an output, in order."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    elif isinstance(value, Record | Frozen | Plain):
+        value = [value.one, value.two]
+    if isinstance(value, tuple | list):
+        return [leaf for item in value for leaf in items(item)]
+    return [value]
+
+
 def leaves(value):
     """The tensors of an output, in order."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, dict):
-        return [t for item in value.values() for t in leaves(item)]
-    if isinstance(value, tuple | list):
-        return [t for item in value for t in leaves(item)]
-    if isinstance(value, Record | Frozen | Plain):
-        return leaves(value.one) + leaves(value.two)
-    return []
+    return [item for item in items(value) if isinstance(item, torch.Tensor)]
 
 
 def numbers(value):
     """The numbers of an output, in order."""
-    if isinstance(value, bool | int | float):
-        return [float(value)]
-    if isinstance(value, dict):
-        return [n for item in value.values() for n in numbers(item)]
-    if isinstance(value, tuple | list):
-        return [n for item in value for n in numbers(item)]
-    if isinstance(value, Record | Frozen | Plain):
-        return numbers(value.one) + numbers(value.two)
-    return []
+    return [float(item) for item in items(value) if isinstance(item, bool | int | float)]
 
 
 class Program:
